@@ -1,0 +1,75 @@
+"""The one contract between the capture plugin, which writes dumps, and `hidden_states`, which reads them.
+
+Standard library only: this file is imported inside SGLang's environment and inside the pipeline's.
+
+    <dump dir>/<writer id>/writer.json
+                          /req_<counter>/states.safetensors   input_ids [S] int64; after_block_<k> [R,H]; final [R,H]
+                          /req_<counter>/record.json
+
+S is the prompt's length, R the rows that were captured: R == S in a complete dump. In an incomplete one the rows are
+those of `spans`, in order.
+"""
+
+import array
+import hashlib
+import re
+import sys
+
+VERSION = 1
+
+# Environment variables the plugin reads. DUMP_DIR unset = the plugin does nothing at all.
+ENV_DUMP_DIR = "SGLANG_HS_DUMP_DIR"
+ENV_AFTER_BLOCK = "SGLANG_HS_AFTER_BLOCK"  # block outputs, e.g. "2,30,58"
+ENV_CAPTURE_POINTS = "SGLANG_HS_CAPTURE_POINTS"  # the same in SGLang's numbering, e.g. "3,31,59"; not both
+ENV_MODE = "SGLANG_HS_MODE"  # "all" (default) or "opted-in"
+ENV_QUEUE_BYTES = "SGLANG_HS_QUEUE_BYTES"  # bound of rows in flight between the forward pass and the disk
+ENV_WHEN_FULL = "SGLANG_HS_WHEN_FULL"  # "block" (default) or "skip"
+
+WRITER_FILE = "writer.json"
+STATES_FILE = "states.safetensors"
+RECORD_FILE = "record.json"
+FINAL = "final"
+INPUT_IDS = "input_ids"
+OPT_IN_PREFIX = "eyas-"  # request ids that are captured in mode "opted-in"
+HEALTH_PREFIX = "HEALTH_CHECK"  # never captured
+
+_REQ = re.compile(r"req_(\d+)")
+
+WRITER_KEYS = (
+    "contract", "writer_id", "pid", "pid_start_time", "host", "started_at", "dp_rank", "tp_size", "dp_size", "pp_size",
+    "plugin_version", "sglang_version", "model_path", "config_sha256", "architecture", "dtype", "hidden_size", "blocks",
+    "after_block", "capture_points", "final_norm", "mode", "flags", "totals",
+)  # fmt: skip
+RECORD_KEYS = (
+    "contract", "counter", "request_id", "writer_id", "tokens", "spans", "prefix_cached", "tokens_sha256", "checksums",
+    "written_at", "complete", "incomplete_reason",
+)  # fmt: skip
+
+
+def block_tensor(block: int) -> str:
+    """Tensor name of the output of decoder block `block` (0-based)."""
+    return f"after_block_{block}"
+
+
+def dump_name(counter: int) -> str:
+    """Folder name of dump number `counter` of a writer."""
+    return f"req_{counter}"
+
+
+def parse_dump_name(name: str) -> int | None:
+    """The counter in a published dump's folder name; None for anything else (temporary folders, other files)."""
+    match = _REQ.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def tokens_sha256(ids: "list[int]") -> str:
+    """Hex sha256 of token ids as little-endian int64: the identity of what was sent and of what was captured."""
+    packed = array.array("q", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return hashlib.sha256(packed.tobytes()).hexdigest()
+
+
+def tensor_checksum(data: "bytes | memoryview") -> str:
+    """`sha256:<hex>` of a tensor's raw row-major little-endian bytes, as safetensors stores them."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
