@@ -1,0 +1,47 @@
+# Two commands: `make demo` and `make test`. Both set everything up in the checkout first.
+PYTHON ?= python3.11
+VENV := .venv
+SGLANG := .venv-sglang
+PIP_FLAGS := --quiet --disable-pip-version-check
+export PYTHONUNBUFFERED := 1
+
+.PHONY: setup demo test check format clean
+
+setup: $(VENV)/.ready $(SGLANG)/.ready
+
+$(VENV)/.ready: requirements.lock pyproject.toml server_patch/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo "Eyas needs Python 3.11 and '$(PYTHON)' is not one. Install it, or say where it is: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setup: the pipeline's environment in $(VENV) (about 2 minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install $(PIP_FLAGS) -r requirements.lock
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e . -e server_patch
+	@touch $@
+
+$(SGLANG)/.ready: infra/sglang_cpu/requirements.txt infra/sglang_cpu/requirements-nodeps.txt infra/sglang_cpu/pyproject.toml server_patch/pyproject.toml
+	@echo "setup: SGLang for a CPU in $(SGLANG) (about 2 minutes the first time)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) -r infra/sglang_cpu/requirements.txt
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -r infra/sglang_cpu/requirements-nodeps.txt
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e infra/sglang_cpu -e server_patch
+	@touch $@
+
+demo: setup
+	@$(VENV)/bin/python -m infra.demo
+	@$(VENV)/bin/eyas run demo-smollm2
+
+test: setup check
+	@$(VENV)/bin/python -m infra.demo
+	@$(VENV)/bin/python -m pytest
+
+check: setup
+	@$(VENV)/bin/ruff format --check --quiet . || { echo "formatting differs; run: make format"; exit 1; }
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/mypy
+
+format: setup
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache

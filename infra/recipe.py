@@ -1,0 +1,200 @@
+"""The recipe: one YAML file that says everything a run needs, as typed sections. `recipe_file` reads and checks it."""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: unknown keys and silent conversions are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Target(Section):
+    model_path: str = Field(description="Hugging Face folder of the model to be made faster")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("auto", description="dtype the server computes in")
+    trust_remote_code: bool = Field(False, description="run the model folder's own Python code (Kimi needs it)")
+    hidden_size: Positive | None = Field(None, description="only to plan without the model's folder at hand")
+    num_blocks: Positive | None = Field(None, description="only to plan without the model's folder at hand")
+
+
+class Server(Section):
+    python: str | None = Field(None, description="interpreter of the environment SGLang is installed in")
+    url: str | None = Field(None, description="a server that already runs, in place of `python`")
+    device: Literal["cuda", "cpu"] = Field("cuda", description="cpu adds the flags of infra/sglang_cpu")
+    tp_size: Positive = Field(1, description="GPUs the target is split over")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="loopback port; left out = a free one")
+    flags: dict[str, Any] = Field(
+        default_factory=dict, description="further SGLang flags, without the dashes; true = bare flag"
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
+    dump_dir: str | None = Field(
+        None, description="capture folder; needed with `url`: the folder the running server was started with"
+    )
+    ready_deadline_s: Positive = Field(1800, description="seconds until a server that is not ready is ended")
+    max_in_flight_tokens: Positive = Field(16384, description="tokens of unanswered requests sent at once")
+    max_in_flight_requests: Positive = Field(16, description="unanswered requests sent at once")
+    request_timeout_s: Positive = Field(600, description="seconds one request may take")
+
+    @model_validator(mode="after")
+    def _one_server(self) -> "Server":
+        if (self.python is None) == (self.url is None):
+            raise ValueError("give either `python` (Eyas starts the server) or `url` (it already runs)")
+        if self.url is not None and self.dump_dir is None:
+            raise ValueError("with `url`, `dump_dir` must name the folder that server writes its dumps to")
+        return self
+
+
+class Capture(Section):
+    after_block: list[int] | None = Field(None, description="decoder blocks (from 0) whose outputs are captured")
+    capture_points: list[int] | None = Field(None, description="the same in SGLang's numbering: block + 1")
+    mode: Literal["all", "opted-in"] = Field("all", description="opted-in: only Eyas' own requests, on a shared server")
+
+    @model_validator(mode="after")
+    def _one_numbering(self) -> "Capture":
+        if (self.after_block is None) == (self.capture_points is None):
+            raise ValueError("give either `after_block` or `capture_points`")
+        blocks = self.blocks
+        if blocks != sorted(set(blocks)) or blocks[:1] < [0]:
+            raise ValueError(f"block numbers must be ascending, distinct and not negative; they are {blocks}")
+        return self
+
+    @property
+    def blocks(self) -> list[int]:
+        """Captured blocks as 0-based block outputs, whichever numbering the recipe uses."""
+        return self.after_block if self.after_block is not None else [p - 1 for p in self.capture_points or []]
+
+
+class Data(Section):
+    conversations: list[str] = Field(min_length=1, description="JSONL (.gz, .zst) or Parquet files of conversations")
+    max_conversations: Positive | None = Field(None, description="use this many, chosen by content")
+    held_out_share: Share = Field(0.05, description="share kept for evaluation, chosen by content")
+    max_tokens: Positive = Field(2048, description="longest sample, in tokens")
+    when_too_long: Literal["cut", "skip", "refuse"] = Field("cut", description="what happens to longer ones")
+    learn: Literal["all", "last"] = Field("all", description="assistant turns to learn from")
+    learn_reasoning: bool = Field(True, description="learn the reasoning part of a reply too")
+    strict: bool = Field(False, description="one bad row ends the run")
+    max_bad_share: Share = Field(0.05, description="more bad rows than this end the run")
+
+
+class Regenerate(Section):
+    enabled: bool = Field(True, description="let the target answer the prompts itself (on-policy replies)")
+    max_new_tokens: Positive = Field(1024, description="longest reply; a reply cut by it is kept and marked")
+    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 = greedy")
+
+
+class Extract(Section):
+    batch_tokens: Positive = Field(65536, description="tokens of a batch = a shard = an upload = a retry")
+    dump_timeout_s: Positive = Field(120, description="seconds a dump may arrive after its answer")
+    teacher_samples: Positive = Field(4, description="samples of every batch that go through the teacher check")
+    min_teacher_agreement: Share = Field(0.99, description="share of the server's own tokens the states must reproduce")
+    max_quarantined_share: Share = Field(0.02, description="more quarantined samples than this end the run")
+
+
+class Store(Section):
+    uri: str = Field("s3://eyas/datasets", description="s3://bucket/prefix or file:///folder")
+    endpoint_url: str | None = Field(
+        None, description="S3 endpoint; left out = AWS_ENDPOINT_URL, else the embedded store"
+    )
+    region: str | None = Field(None, description="S3 region")
+    profile: str | None = Field(None, description="profile of the AWS credentials file; never a key")
+    embedded: bool = Field(True, description="start an object store on loopback when no endpoint is given")
+
+
+class DatasetSection(Section):
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]+$", description="left out = the recipe's name; versions are counted below it"
+    )
+    on_complete: Literal["reuse", "new"] = Field(
+        "reuse", description="a run whose dataset is already complete uses it, or makes a new version"
+    )
+
+
+class Train(Section):
+    draft_vocab_size: Positive = Field(32000, description="target tokens the drafter can propose")
+    ttt_steps: Positive = Field(7, description="training-time-test steps K")
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = Field(1.0, description="largest gradient norm")
+    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of TTT step j: step_decay^j")
+    batch_tokens: Positive = Field(16384, description="tokens of an optimiser step")
+    steps: Positive | None = Field(None, description="optimiser steps; left out = `epochs` or `max_seconds`")
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    max_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="training ends here even if steps are left; the schedule follows the clock"
+    )
+    eval_every: Positive = Field(500, description="optimiser steps between evaluations on the held-out split")
+    checkpoint_every: Positive = 500
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "Train":
+        if self.steps is None and self.epochs is None and self.max_seconds is None:
+            raise ValueError("give at least one of `steps`, `epochs`, `max_seconds`: training needs an end")
+        return self
+
+
+class Evaluate(Section):
+    prompts: Positive = Field(64, description="held-out prompts served")
+    max_new_tokens: Positive = 256
+    num_steps: Positive = Field(3, description="tokens drafted per verification")
+    concurrency: Positive = Field(1, description="requests at once while measuring")
+    control: bool = Field(True, description="measure an untrained drafter of the same shape too")
+    min_acceptance_length: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="less than this fails the run"
+    )
+
+
+class Register(Section):
+    model_name: str | None = Field(None, description="registered model in MLflow; left out = eagle3-<target's name>")
+    experiment: str | None = Field(None, description="MLflow experiment; left out = eyas/<target's name>")
+
+
+class Recipe(Section):
+    """Everything one run needs. See docs/recipe.md for the keys in words."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    target: Target
+    server: Server
+    capture: Capture
+    data: Data
+    regenerate: Regenerate = Regenerate()
+    extract: Extract = Extract()
+    store: Store = Store()
+    dataset: DatasetSection = DatasetSection()
+    train: Train
+    evaluate: Evaluate = Evaluate()
+    register_: Register = Field(default=Register(), alias="register")
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of the checked recipe: two files that mean the same have the same digest."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The recipe with every default filled in, as plain JSON types."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key -> value, the form of overrides and of MLflow parameters."""
+        flat: dict[str, Any] = {}
+
+        def walk(prefix: str, value: Any) -> None:
+            if isinstance(value, dict) and value:
+                for key, inner in value.items():
+                    walk(f"{prefix}.{key}" if prefix else key, inner)
+            else:
+                flat[prefix] = value
+
+        walk("", self.as_dict())
+        return flat
