@@ -1,0 +1,5 @@
+"""Entry point of the SGLang plugin."""
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes."""
