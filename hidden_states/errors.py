@@ -22,7 +22,11 @@ class Refusal(Exception):
         middle = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {found}{middle}. {do}".strip())
 
-    def __reduce__(self):  # Prefect moves exceptions between processes; the default would lose the four parts
+    def __reduce__(
+        self,
+    ) -> tuple[
+        type, tuple[str, str, str | None, str]
+    ]:  # Prefect moves exceptions between processes; the default would lose the four parts
         return type(self), (self.where, self.found, self.expected, self.do)
 
 

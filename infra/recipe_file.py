@@ -23,7 +23,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-4 as a number (YAML 1.2) and refuses a key given twice."""
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
 )
 
@@ -31,7 +31,7 @@ _Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
 def _no_duplicate_keys(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
         seen.add(key)

@@ -1,0 +1,140 @@
+"""The `eyas` command. Heavy imports wait until a command needs them: `eyas plan` answers without Prefect or MLflow."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from flows.environment import settle
+from hidden_states.errors import Refusal
+
+
+def run(args: argparse.Namespace) -> int:
+    """`eyas run`: the whole road, as one Prefect flow."""
+    from flows.runner import run_pipeline
+    from flows.summary import print_summary
+
+    summary = run_pipeline(args.recipe, args.overrides)
+    _answer(args, summary, print_summary)
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """`eyas plan`: sizes and refusals, nothing started."""
+    from flows.plan_view import print_plan
+    from infra.recipe_file import load_recipe
+    from tasks.planning import make_plan
+
+    _answer(args, make_plan(load_recipe(args.recipe, args.overrides), on_paper=True).as_dict(), print_plan)
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """`eyas doctor`: every part the recipe needs, asked one by one."""
+    from flows.doctor import examine, print_findings
+    from infra.recipe_file import load_recipe
+
+    findings = examine(load_recipe(args.recipe, args.overrides))
+    _answer(args, {"findings": findings, "ok": all(f["ok"] for f in findings)}, print_findings)
+    return 0 if all(f["ok"] for f in findings) else 1
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """`eyas inspect`: what a dump, shard, dataset or drafter is, verified."""
+    from flows.inspect import inspect_thing, print_report
+
+    report = inspect_thing(args.thing, recipe=args.recipe, full=not args.sample)
+    _answer(args, report, print_report)
+    return 0 if report["ok"] else 1
+
+
+def up(args: argparse.Namespace) -> int:
+    """`eyas up`: the local Prefect server, MLflow and object store, to look at the pages."""
+    from flows.stack_view import print_stack
+    from infra.services import LocalStack
+
+    from flows.environment import state_dir
+
+    _answer(args, LocalStack(state_dir()).up(), print_stack)
+    return 0
+
+
+def down(args: argparse.Namespace) -> int:
+    """`eyas down`: end what `eyas up` started."""
+    from flows.environment import state_dir
+    from infra.services import LocalStack
+
+    ended = LocalStack(state_dir()).down()
+    _answer(args, {"ended": ended}, lambda answer: print("ended: " + (", ".join(answer["ended"]) or "nothing was up")))
+    return 0
+
+
+def _answer(args: argparse.Namespace, answer: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    if args.json:
+        print(json.dumps(answer, indent=1, sort_keys=True))
+    else:
+        show(answer)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, as argparse sees it."""
+    top = argparse.ArgumentParser(prog="eyas", description="Raises EAGLE drafters for models served by SGLang.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(function=function)
+        made.add_argument("--json", action="store_true", help="print the answer as one JSON object")
+        return made
+
+    for name, function, text in (
+        ("run", run, "capture, prove, store, train, serve and register; the same command goes on after a kill"),
+        ("plan", plan, "what a run will take: samples, tokens, bytes, disk; refuses what cannot work"),
+        ("doctor", doctor, "is the server patched, the bucket writable, MLflow up?"),
+    ):
+        made = command(name, function, text)
+        made.add_argument("recipe", help="a recipe file, or the name of one of infra/recipes/")
+        made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. train.lr=1e-4")
+    made = command("inspect", inspect, "what is in a dump, shard, dataset, drafter or conversations file; verifies it")
+    made.add_argument("thing", metavar="PATH|URI", help="a local path, or s3://bucket/prefix/dataset")
+    made.add_argument("--recipe", help="recipe whose store or tokenizer is used")
+    made.add_argument("--sample", action="store_true", help="verify a sample of the checksums, not all")
+    command("up", up, "start the local Prefect server, MLflow and object store")
+    command("down", down, "end them")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code; a refusal is printed without a traceback."""
+    args = parser().parse_args(argv)
+    settle()
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return args.function(args)
+    except Refusal as refusal:
+        return _refuse(args, refusal)
+    except KeyboardInterrupt:
+        print(f"\neyas {args.command}: interrupted. Nothing is lost; the same command goes on from here.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) left early
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _refuse(args: argparse.Namespace, refusal: Refusal) -> int:
+    if args.json:
+        parts = {"where": refusal.where, "found": refusal.found, "expected": refusal.expected, "do": refusal.do}
+        print(json.dumps({"ok": False, "error": {"type": type(refusal).__name__, **parts}}, indent=1))
+    print(f"eyas {args.command}: {refusal}", file=sys.stderr)
+    return refusal.exit_code
+
+
+def _terminated(signum: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt  # SIGTERM ends a run as tidily as Ctrl-C does
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The process' environment, settled before Prefect or MLflow is imported: both read it at import.
+
+A user's own PREFECT_API_URL, MLFLOW_TRACKING_URI and AWS_ENDPOINT_URL always win. What is left out falls back to the
+local stack (`eyas up`) when that runs, else to services that live as long as this command.
+"""
+
+import os
+from pathlib import Path
+
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "PREFECT_LOGGING_LEVEL": "INFO",
+    "PREFECT_CLI_COLORS": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def state_dir() -> Path:
+    """Where Eyas keeps what outlives a run: services' data, checkpoints, demo assets. `EYAS_HOME`, else ./.eyas"""
+    return Path(os.environ.get("EYAS_HOME", ".eyas")).resolve()
+
+
+def settle() -> None:
+    """Telemetry off, nothing written to the user's home. Call before importing Prefect or MLflow."""
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)
+    if "PREFECT_API_URL" not in os.environ:
+        os.environ.setdefault("PREFECT_HOME", str(state_dir() / "prefect"))

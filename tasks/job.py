@@ -1,0 +1,85 @@
+"""One run of a recipe: where its things are, how long each step took, what it has found out so far."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hidden_states.store import Store
+from infra.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tasks.capture import CaptureSession
+    from tasks.ledger import Ledger
+    from tasks.planning import Plan
+    from tasks.replies import PreparedSamples
+    from tasks.tracking import Tracker
+
+
+def new_run_id(recipe: Recipe) -> str:
+    """`20261129-174501-demo-smollm2-3f9a`: sorts by time, says what ran, and no two are the same."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
+
+
+@dataclass(eq=False)
+class Job:
+    """Shared by the steps of one run. Steps put what later steps need into its fields.
+
+    Attributes:
+        runs: this run's own folder, kept: summary, logs of the servers, exported drafter.
+        state: folder shared by runs: services' data, checkpoints.
+        figures: every measured figure of the summary, put in by the step that measured it.
+        seconds: wall seconds by step name; a step that ran several times is summed.
+    """
+
+    recipe: Recipe
+    run_id: str
+    folder: Path
+    state: Path
+    store: Store
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    # filled by the steps, in this order
+    tracker: "Tracker | None" = None
+    plan: "Plan | None" = None
+    ledger: "Ledger | None" = None
+    capture: "CaptureSession | None" = None
+    prepared: "PreparedSamples | None" = None
+
+    @contextlib.contextmanager
+    def clock(self, step: str) -> Iterator[None]:
+        """Add the wall time of the block to `seconds[step]`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - start
+
+    @property
+    def wall(self) -> dict[str, float]:
+        """Seconds by step, and `total`, to a tenth."""
+        parts = {name: round(value, 1) for name, value in self.seconds.items()}
+        return {**parts, "total": round(time.monotonic() - self.started, 1)}
+
+    @property
+    def target_name(self) -> str:
+        """Last part of the target's path: what people call the model."""
+        return Path(self.recipe.target.model_path).name
+
+    def __repr__(self) -> str:  # shown by Prefect as the task's parameter
+        return f"Job({self.run_id})"
+
+
+T = TypeVar("T")
+
+
+def need(value: T | None, what: str) -> T:
+    """A field an earlier step fills; its absence is a mistake in the flow's order, not the user's."""
+    if value is None:
+        raise RuntimeError(f"{what} is not there yet: the flow's steps are out of order")
+    return value
