@@ -1,0 +1,186 @@
+"""Where objects live: one interface over an S3 bucket and a local folder.
+
+    open_store("s3://bucket/prefix", endpoint_url=...)  -> S3Store     (store_s3.py)
+    open_store("file:///data/eyas")                     -> LocalStore  (store_local.py)
+
+Keys are relative to the prefix and use `/`. An object appears whole or not at all, in both. Stores are cheap to pickle
+and safe to use from threads: connections are made on first use, again in every process.
+"""
+
+import hashlib
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hidden_states.errors import StoreError
+
+READ_BLOCK = 4 << 20
+PROBE_FOLDER = ".eyas-probe"
+
+
+class StoreUnreachable(StoreError):
+    """No answer, or no usable one after all retries: trying again later can help."""
+
+
+class ObjectMissing(StoreError):
+    """The key does not exist."""
+
+
+class ObjectExists(StoreError):
+    """A put with `if_none_match` found the key taken."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What a file's bytes are: `sha256` in hex, `crc32` as an unsigned int (the checksum S3 servers compute too)."""
+
+    bytes: int
+    sha256: str
+    crc32: int
+
+
+class Digester:
+    """Builds a FileDigest from bytes that pass by."""
+
+    def __init__(self) -> None:
+        self._sha, self._crc, self._bytes = hashlib.sha256(), 0, 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._sha.update(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._bytes += memoryview(data).nbytes
+
+    def digest(self) -> FileDigest:
+        return FileDigest(self._bytes, self._sha.hexdigest(), self._crc)
+
+
+def digest_file(path: Path) -> FileDigest:
+    digester = Digester()
+    with open(path, "rb") as file:
+        while block := file.read(READ_BLOCK):
+            digester.update(block)
+    return digester.digest()
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """`modified`: seconds since the epoch. `crc32` only where the store keeps a checksum of the whole object."""
+
+    key: str
+    bytes: int
+    modified: float
+    crc32: int | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a round trip showed. `conditional_put`: the second put with If-None-Match was refused. `checksums`: a put
+    with a wrong checksum was refused, so a checksum the store reports is one it has computed. `delete`: allowed."""
+
+    conditional_put: bool
+    checksums: bool
+    delete: bool
+
+
+class Store(ABC):
+    """Objects under one prefix. Every method raises StoreError, or a subclass, naming the object and what to do."""
+
+    uri: str
+
+    @abstractmethod
+    def put_file(self, key: str, path: Path, digest: FileDigest | None = None, *, if_none_match: bool = False) -> str:
+        """Stores a file and proves that it arrived.
+
+        `digest` is the file's, as computed when it was written, so that damage on the local disk is seen as well; left
+        out, the file is read once more. Returns how the proof was made: "checksum by the store" (the server computed
+        the CRC32 of what it holds) or "read back" (all bytes were fetched again and their sha256 compared).
+        """
+
+    @abstractmethod
+    def put_bytes(self, key: str, data: bytes, *, if_none_match: bool = False) -> None: ...
+
+    @abstractmethod
+    def get_bytes(self, key: str) -> bytes: ...
+
+    @abstractmethod
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes; a shorter object is a StoreError."""
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo | None: ...
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, in the order of their keys."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes an object; one that is not there is fine."""
+
+    @abstractmethod
+    def abort_stale_uploads(self, prefix: str, older_than_s: float) -> tuple[str, ...]:
+        """Removes what uploads that never ended have left under `prefix`; returns the keys they were for."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Measured by a round trip of a few bytes, once a process."""
+
+    def probe(self) -> Capabilities:
+        """Write, read, compare, delete: proof that this store can be worked with, made afresh."""
+        return self.capabilities()
+
+    def local_path(self, key: str) -> Path | None:
+        """The object as a file that can be mapped into memory, where there is one."""
+        return None
+
+    def object_uri(self, key: str) -> str:
+        return f"{self.uri.rstrip('/')}/{key}"
+
+    def require_conditional_put(self) -> None:
+        """Refuses a store that lets two committers overwrite each other."""
+        if not self.capabilities().conditional_put:
+            raise StoreError(
+                self.uri,
+                "a second put with If-None-Match overwrote the first",
+                "a store that refuses it (HTTP 412)",
+                "The commit of a dataset rests on that refusal. Use AWS S3, MinIO, SeaweedFS, a recent Ceph, or a "
+                "file:// folder.",
+            )
+
+
+def check_key(key: str) -> str:
+    """A key that stays under the prefix, in a bucket as on a disk."""
+    parts = key.split("/")
+    if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or "\0" in key:
+        raise ValueError(f"not a key relative to the store: {key!r}")
+    return key
+
+
+def open_store(
+    uri: str, *, endpoint_url: str | None = None, region: str | None = None, profile: str | None = None
+) -> Store:
+    """The store behind `s3://bucket/prefix` or `file:///folder`. Touches no network yet.
+
+    Credentials come from boto3's usual chain (environment, profile, role), never from the URI.
+    """
+    if "@" in uri or (endpoint_url and "@" in endpoint_url.split("?")[0]):
+        # The text is not repeated: what stands before the @ may be a secret.
+        raise StoreError(
+            "store",
+            "user info (`...@`) in the URI or the endpoint",
+            None,
+            "Put credentials into a profile or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY).",
+        )
+    parts = urlsplit(uri)
+    if parts.scheme == "s3" and parts.netloc:
+        from hidden_states.store_s3 import S3Store  # boto3 takes a while to import; a local folder does not need it
+
+        return S3Store(parts.netloc, parts.path.strip("/"), endpoint_url=endpoint_url, region=region, profile=profile)
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        from hidden_states.store_local import LocalStore
+
+        return LocalStore(Path(unquote(parts.path)))
+    raise StoreError(uri, "not a store", "s3://bucket/prefix or file:///absolute/folder", "Correct the URI.")
