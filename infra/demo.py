@@ -174,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.demo", description="Make the demo's target and prompts.")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to make them in (%(default)s)")
     out = parser.parse_args(argv).out
+    os.environ.setdefault("TQDM_DISABLE", "1")  # three libraries draw bars for a work of half a minute
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a local folder is all that is read
     start = time.monotonic()
     try:
         built = build(out)

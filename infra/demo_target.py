@@ -49,4 +49,6 @@ def _tokenizer(gguf: Path, context: int):  # type: ignore[no-untyped-def]
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
     tokenizer.model_max_length = context
+    for mark in ("is_local", "local_files_only"):  # how it was loaded here is no property of the tokenizer
+        tokenizer.init_kwargs.pop(mark, None)
     return tokenizer
