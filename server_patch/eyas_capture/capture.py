@@ -1,0 +1,257 @@
+"""What happens on each forward pass: whose rows these are, and where they go.
+
+On every rank the model's capture path is switched on for the same passes, as a function of the batch alone: captured
+blocks may complete a collective that other ranks then must join. Whether rows are *kept* is the writing rank's business.
+"""
+
+import logging
+import threading
+import weakref
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eyas_capture import contract
+from eyas_capture.layers import CaptureLayers
+from eyas_capture.refusals import Drift
+from eyas_capture.rows import RowCopier
+from eyas_capture.settings import OPTED_IN
+from eyas_capture.spans import Assembly
+from eyas_capture.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One request's share of a pass: pass rows [offset, offset + length) are prompt rows from `start`."""
+
+    request: Any
+    offset: int
+    start: int
+    length: int
+
+
+class Capture:
+    """Capture in one scheduler process. `writer` is None on ranks that only have to run the same passes."""
+
+    def __init__(self, layers: CaptureLayers, mode: str, writer: Writer | None, device: torch.device) -> None:
+        self._layers = layers
+        self._mode = mode
+        self._writer = writer
+        self._copier = RowCopier(device)
+        self._requests: dict[str, Any] = {}
+        self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
+        self._lock = threading.RLock()
+        self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
+        self._orphans: dict[int, Assembly] = {}  # open assemblies by counter, also those whose request object is gone
+        self._done: weakref.WeakSet[Any] = weakref.WeakSet()  # retracted requests prefill again: once is enough
+        self._samples_left: dict[str, int] = {}
+
+    # ---- forward thread
+
+    def announce(self, requests: list[Any], forward_batch: Any) -> None:
+        """A batch is about to run: remember its requests, because the pass knows only their ids."""
+        try:
+            self._announce(requests, forward_batch)
+        except Exception as error:  # as in forward: the server must not notice
+            self._requests = {}
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def _announce(self, requests: list[Any], forward_batch: Any) -> None:
+        if self._expected and self._writer is not None:
+            self._writer.unseen_pass()
+            self._writer.tell(
+                "unseen",
+                "a prefill went past the capture hooks (a compiled or graphed path?): its requests have no dump. "
+                "writer.json counts it in totals.unseen_passes",
+            )
+        self._requests = {request.rid: request for request in requests}
+        self._expected = bool(self._chunks(forward_batch))
+        self.close_ended()
+
+    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inner model's forward(input_ids, positions, forward_batch, ...): returns what the stock model returns."""
+        forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        chunks = self._chunks(forward_batch)
+        self._expected = False
+        if not chunks:
+            return original(*args, **kwargs)
+        with self._layers.on():
+            result = original(*args, **kwargs)
+        hidden, aux = result if isinstance(result, tuple) else (result, None)
+        if self._writer is not None and self._writer.state == contract.CAPTURING:
+            input_ids = args[0] if args else kwargs.get("input_ids")
+            # A multimodal wrapper passes embeddings and no ids; the batch still has them.
+            input_ids = forward_batch.input_ids if input_ids is None else input_ids
+            try:
+                self._keep(chunks, input_ids, hidden, self._split(aux, hidden))
+            except Exception as error:  # whatever it is, it must end the capture and not the server
+                self.give_up(f"{type(error).__name__}: {error}")
+        return hidden
+
+    def _chunks(self, forward_batch: Any) -> list[Chunk]:
+        """The parts of this pass to capture; a function of the batch alone, the same on every rank.
+
+        A decode row of a mixed batch looks like an extend of 1: its prefix is at or beyond the prompt's end.
+        """
+        if not forward_batch.forward_mode.is_extend_without_speculative() or forward_batch.rids is None:
+            return []
+        chunks, offset = [], 0
+        for rid, length, start in zip(
+            forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, strict=True
+        ):
+            request = self._requests.get(rid)
+            if request is not None and self._wanted(request):
+                length_of_prompt = len(request.origin_input_ids)
+                if start < length_of_prompt:
+                    stop = min(start + length, length_of_prompt)
+                    chunks.append(Chunk(request, offset, int(start), int(stop - start)))
+            offset += int(length)
+        return chunks
+
+    def _wanted(self, request: Any) -> bool:
+        if request.rid.startswith(contract.HEALTH_PREFIX):
+            return False
+        if self._mode == OPTED_IN and not request.rid.startswith(contract.OPT_IN_PREFIX):
+            return False
+        # Parallel sampling: SGLang first prefills the prompt once with max_new_tokens 0, then sends n copies.
+        return request.sampling_params.n == 1 or request.sampling_params.max_new_tokens == 0
+
+    def _split(self, aux: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Captured rows as one [rows, H] tensor per block. Raises Drift when they are not what was asked for."""
+        count, (rows, width) = len(self._layers.after_block), hidden.shape
+        if isinstance(aux, torch.Tensor):  # packed: [rows, count * H]
+            if aux.shape != (rows, count * width):
+                raise Drift(f"captured rows have shape {tuple(aux.shape)}, expected {(rows, count * width)}")
+            return list(aux.split(width, dim=-1))
+        shapes = [tuple(part.shape) for part in aux or ()]
+        if shapes != [(rows, width)] * count:
+            raise Drift(f"captured rows have shapes {shapes}, expected {count} of {(rows, width)}")
+        return list(aux)
+
+    def _keep(self, chunks: list[Chunk], input_ids: torch.Tensor, hidden: torch.Tensor, aux: list[torch.Tensor]) -> None:
+        last = chunks[-1]
+        if hidden.shape[0] < last.offset + last.length or input_ids.shape[0] != hidden.shape[0]:
+            raise Drift(f"a pass over {input_ids.shape[0]} tokens gave {hidden.shape[0]} rows")
+        named = {contract.block_tensor(block): rows for block, rows in zip(self._layers.after_block, aux, strict=True)}
+        named[contract.FINAL] = hidden
+        with self._lock:
+            kept = []
+            for chunk in chunks:
+                assembly = self._assembly(chunk, named)
+                take = assembly.take(chunk.start, chunk.start + chunk.length) if assembly else None
+                if assembly and take:
+                    kept.append((assembly, take, chunk.offset + take.skip))
+            with self._copier.copying():
+                for assembly, take, offset in kept:
+                    pairs = [(assembly.ids, input_ids), *((assembly.rows[name], rows) for name, rows in named.items())]
+                    for target, source in pairs:
+                        self._copier.copy(target[take.at : take.at + take.count], source[offset : offset + take.count])
+            fence = self._copier.fence()
+            for assembly, _, _ in kept:
+                assembly.fence = fence
+            for chunk in chunks:
+                assembly = self._open.get(chunk.request)
+                if assembly is not None and assembly.ended:
+                    self._close(chunk.request, assembly, assembly.reason())
+
+    def _assembly(self, chunk: Chunk, named: dict[str, torch.Tensor]) -> Assembly | None:
+        """The request's assembly, begun when these are its first rows; None when it has its dump already."""
+        request = chunk.request
+        if request in self._done:
+            return None
+        if request in self._open:
+            return self._open[request]
+        # An aborted request still runs one pass, with its prompt cut to one token.
+        if request.finished() or request.to_finish is not None or self._is_a_further_sample(request):
+            self._done.add(request)
+            return None
+        assert self._writer is not None
+        tokens = array("q", request.origin_input_ids)
+        count = len(tokens) - chunk.start
+        row_bytes = sum(rows.shape[1] * rows.element_size() for rows in named.values()) + tokens.itemsize
+        assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
+        assembly.ids = torch.empty(0, dtype=torch.int64)
+        if not self._writer.reserve(count * row_bytes):
+            assembly.rows = {name: torch.empty((0, rows.shape[1]), dtype=rows.dtype) for name, rows in named.items()}
+            self._writer.submit(assembly, contract.QUEUE_FULL)
+            self._done.add(request)
+            return None
+        assembly.nbytes = count * row_bytes
+        assembly.ids = self._copier.buffer((count,), torch.int64)
+        assembly.rows = {name: self._copier.buffer((count, rows.shape[1]), rows.dtype) for name, rows in named.items()}
+        self._open[request] = assembly
+        self._orphans[assembly.counter] = assembly
+        return assembly
+
+    def _is_a_further_sample(self, request: Any) -> bool:
+        """With n > 1 and max_new_tokens 0 the prefill and its n copies look alike: the first one is captured."""
+        samples = request.sampling_params.n
+        if samples == 1:
+            return False
+        key = contract.tokens_sha256(request.origin_input_ids)
+        left = self._samples_left.pop(key, 0)
+        if left == 0:
+            left = samples + 1
+        if left > 1:
+            self._samples_left[key] = left - 1
+        return left <= samples
+
+    # ---- ends of prefills
+
+    def close_ended(self) -> None:
+        """Publish, as incomplete, what was captured of requests that ended before their prompt did.
+
+        Called from the forward thread before each pass and from the writer's tick when the server is idle.
+        """
+        if not self._orphans:
+            return
+        with self._lock:
+            alive = set()
+            for request, assembly in list(self._open.items()):
+                if request.finished() or request.to_finish is not None:
+                    self._close(request, assembly, contract.ABORTED)
+                else:
+                    alive.add(assembly.counter)
+            for counter in [counter for counter in self._orphans if counter not in alive]:
+                self._submit(self._orphans.pop(counter), contract.ABORTED)
+
+    def close_all(self, reason: str) -> None:
+        """Publish, as incomplete, every prefill that is under way."""
+        with self._lock:
+            for request, assembly in list(self._open.items()):
+                self._close(request, assembly, reason)
+            for counter in list(self._orphans):
+                self._submit(self._orphans.pop(counter), reason)
+
+    def give_up(self, why: str) -> None:
+        """Stop capturing, loudly; the server goes on serving, and writer.json says so."""
+        logger.exception("EYAS CAPTURE HAS STOPPED, serving goes on: %s", why)
+        if self._writer is not None:
+            self._writer.state = contract.BROKEN
+            self._writer.refused = [why]
+            self.close_all(contract.CAPTURE_FAILED)
+            self._writer.publish()
+
+    def _close(self, request: Any, assembly: Assembly, reason: str | None) -> None:
+        del self._open[request]
+        self._done.add(request)
+        if self._orphans.pop(assembly.counter, None) is not None:
+            self._submit(assembly, reason)
+
+    def _submit(self, assembly: Assembly, reason: str | None) -> None:
+        assert self._writer is not None
+        self._writer.submit(assembly, reason)
+
+
+def _unfit(request: Any) -> str | None:
+    """Why this request's rows are not the base model's states of its token ids; None when they are."""
+    if request.lora_id is not None:
+        return contract.ADAPTER
+    if request.multimodal_inputs is not None or request.input_embeds is not None:
+        return contract.NOT_ONLY_TOKENS
+    return None

@@ -1,0 +1,235 @@
+"""From rows in memory to published dumps: a queue bounded in bytes, threads that write, one rename each.
+
+The forward thread only reserves, copies and submits. Whatever the disk does, the request is answered.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eyas_capture import contract
+from eyas_capture.identity import Identity
+from eyas_capture.spans import Assembly
+from eyas_capture.states import same_tokens, write_states
+from eyas_capture.totals import Totals
+
+logger = logging.getLogger(__name__)
+
+LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
+_THREADS = 2  # one hashes while the other waits for the disk
+_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
+_QUIET = 10.0  # seconds between log lines about the same trouble
+
+
+class Writer:
+    """Publishes dumps of one writing process, and keeps its writer.json true."""
+
+    def __init__(self, identity: Identity, queue_bytes: int, wait_when_full: bool) -> None:
+        self.identity = identity
+        self.totals = Totals()
+        self.state = contract.CAPTURING
+        self.refused: list[str] = []
+        self._limit = queue_bytes
+        self._wait_when_full = wait_when_full
+        self._queue: queue.SimpleQueue[tuple[Assembly, str | None] | None] = queue.SimpleQueue()
+        self._room = threading.Condition()  # guards totals and _waiting
+        self._waiting = 0  # dumps submitted and not yet written or lost
+        self._stopped = threading.Event()
+        self._told: dict[str, float] = {}
+        self._published: tuple[Any, ...] = ()
+        self._publishing = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, on_tick: Callable[[], None]) -> None:
+        """Publish writer.json and begin; `on_tick` runs about once a second in a thread of the writer's."""
+        self.publish()
+        self._threads = [
+            threading.Thread(target=self._write_loop, name=f"eyas-writer-{n}", daemon=True) for n in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+        threading.Thread(target=self._tick_loop, args=(on_tick,), name="eyas-tick", daemon=True).start()
+
+    # ---- forward thread
+
+    def next_counter(self) -> int:
+        """Take the next dump's number."""
+        with self._room:
+            self.totals.captured += 1
+            return self.totals.captured - 1
+
+    def reserve(self, nbytes: int) -> bool:
+        """Claim room for rows; False when the disk is too slow and the user said skip, or waiting took too long.
+
+        Waits only for dumps that are already submitted. Rows of prompts that are still being prefilled can't leave
+        before the forward pass that waits here goes on, so for them the limit gives way (and the peak shows it).
+        """
+        with self._room:
+            if self._full(nbytes):
+                if self._wait_when_full:
+                    started = time.monotonic()
+                    self._room.wait_for(lambda: not self._full(nbytes), timeout=LONGEST_BLOCK)
+                    self.totals.blocked_seconds += time.monotonic() - started
+                if self._full(nbytes):
+                    return False
+            self.totals.queue_bytes += nbytes
+            self.totals.queue_peak_bytes = max(self.totals.queue_peak_bytes, self.totals.queue_bytes)
+            return True
+
+    def _full(self, nbytes: int) -> bool:
+        return self._waiting > 0 and self.totals.queue_bytes + nbytes > self._limit
+
+    def submit(self, assembly: Assembly, reason: str | None) -> None:
+        """Hand a dump over for writing; `reason` None means complete. Its reservation ends when it is written."""
+        with self._room:
+            self._waiting += 1
+        self._queue.put((assembly, reason))
+
+    def unseen_pass(self) -> None:
+        """Count a prefill that should have been captured and went past the hooks."""
+        with self._room:
+            self.totals.unseen_passes += 1
+
+    def tell(self, what: str, text: str, *args: object) -> None:
+        """Log an error, at most one line in a while about the same thing."""
+        now = time.monotonic()
+        if now - self._told.get(what, -_QUIET) >= _QUIET:
+            self._told[what] = now
+            logger.error(text, *args)
+
+    # ---- the end
+
+    def stop(self, deadline_s: float) -> bool:
+        """Write what is queued and publish the last writer.json; False when the time was not enough."""
+        if self._stopped.is_set():
+            return True
+        for _ in self._threads:
+            self._queue.put(None)
+        ends = time.monotonic() + deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        drained = not any(thread.is_alive() for thread in self._threads)
+        self._stopped.set()
+        if self.state == contract.CAPTURING:
+            self.state = contract.STOPPED
+        self.publish()
+        return drained
+
+    def publish(self) -> None:
+        """Rewrite writer.json. An unwritable folder is told in the log: it must not stop anything."""
+        with self._publishing:
+            with self._room:
+                totals = self.totals.as_json()
+            try:
+                self.identity.publish(self.state, self.refused, totals)
+                self._published = self._snapshot()
+            except OSError as error:
+                self.tell("writer.json", "cannot write %s: %s", self.identity.folder / contract.WRITER_FILE, error)
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        return (self.state, len(self.refused), json.dumps(self.totals.as_json()))
+
+    # ---- writer threads
+
+    def _tick_loop(self, on_tick: Callable[[], None]) -> None:
+        while not self._stopped.wait(_TICK):
+            on_tick()
+            gone = not (self.identity.folder / contract.WRITER_FILE).exists()
+            if gone or self._snapshot() != self._published:
+                self.publish()
+
+    def _write_loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            assembly, reason = item
+            try:
+                self._write(assembly, reason)
+            except OSError as error:
+                name = error.strerror or type(error).__name__
+                self._count(lambda totals, name=name: totals.lost.update([name]))
+                self.tell(name, "lost dump %d of request %s: %s", assembly.counter, assembly.request_id, error)
+            except Exception as error:  # a defect of ours must cost this dump, not the thread and all later dumps
+                self._count(lambda totals, name=type(error).__name__: totals.lost.update([name]))
+                logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
+            finally:
+                assembly.rows = {}
+                with self._room:
+                    self._waiting -= 1
+                    self.totals.queue_bytes -= assembly.nbytes
+                    self._room.notify_all()
+
+    def _write(self, assembly: Assembly, reason: str | None) -> None:
+        if assembly.fence is not None:
+            assembly.fence.synchronize()
+        if not same_tokens(assembly):
+            reason = contract.TOKENS_DIFFER
+            self.tell(reason, "the rows of request %s belong to other tokens than it sent", assembly.request_id)
+        folder = self.identity.folder
+        if not folder.exists():  # deleted under us: make it again, with the file that says whose it is
+            self.publish()
+        partial = folder / contract.partial_name(assembly.counter)
+        try:
+            partial.mkdir(parents=True)
+            checksums, nbytes = write_states(partial / contract.STATES_FILE, assembly)
+            record = _record(assembly, self.identity.writer_id, checksums, reason)
+            _write_synced(partial / contract.RECORD_FILE, json.dumps(record) + "\n")
+            _sync(partial)
+            os.rename(partial, folder / contract.dump_name(assembly.counter))
+            _sync(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._count(lambda totals: _published(totals, reason, nbytes))
+
+    def _count(self, change: Callable[[Totals], None]) -> None:
+        with self._room:
+            change(self.totals)
+
+
+def _published(totals: Totals, reason: str | None, nbytes: int) -> None:
+    totals.bytes += nbytes
+    if reason is None:
+        totals.complete += 1
+    else:
+        totals.incomplete[reason] += 1
+
+
+def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reason: str | None) -> dict[str, Any]:
+    return {
+        "contract": contract.VERSION,
+        "counter": assembly.counter,
+        "request_id": assembly.request_id,
+        "writer_id": writer_id,
+        "tokens": len(assembly.tokens),
+        "spans": [list(span) for span in assembly.spans],
+        "prefix_cached": assembly.from_cache,
+        "tokens_sha256": contract.tokens_sha256(assembly.tokens),
+        "checksums": checksums,
+        "written_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "complete": reason is None,
+        "incomplete_reason": reason,
+    }
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the files are synced
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
