@@ -134,10 +134,7 @@ def _json_values(path: Path, head: bytes) -> Iterator[tuple[str, Any]]:
             yield where, value
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(
-            f"{path}:{number + 1}",
-            f"the compressed data is damaged or ends early ({error})",
-            None,
-            "Copy the file again.",
+            f"{path}:{number + 1}", f"the compressed data is damaged or ends early ({error})", None, "Copy it again."
         ) from error
 
 
@@ -177,7 +174,7 @@ def _stripped(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """zstandard's own reader ends quietly where a truncated file ends; this one knows whether the frame was finished."""
+    """zstandard's own reader ends quietly where a truncated file does; this one knows whether the frame is whole."""
     rest = b""
     with path.open("rb") as file:
         frame = zstandard.ZstdDecompressor().decompressobj()

@@ -57,7 +57,7 @@ def mask_of(chat: ChatTemplate, text: str, spans: list[Span]) -> tuple[list[int]
     """
     places = [place for span in spans for place in span]
     ids, *prefixes = chat.ids_of_all([text, *(text[:place] for place in places)])
-    counts = []
+    counts: list[int] = []
     for place, prefix in zip(places, prefixes, strict=True):
         if ids[: len(prefix)] != prefix:
             which = "start" if len(counts) % 2 == 0 else "end"
@@ -95,8 +95,8 @@ def _reply_span(chat: ChatTemplate, messages: Messages, tools: Tools, text: str,
 
 
 def _before_first(chat: ChatTemplate, messages: Messages, tools: Tools) -> str:
-    """What comes before a reply that opens the conversation. Templates refuse to render no messages at all, so the reply
-    is rendered with another text and must stand right after the generation prompt."""
+    """What comes before a reply that opens the conversation. No messages at all cannot be rendered, so the reply is
+    rendered with another text and must stand right after the generation prompt."""
     rendered = chat.text([{"role": "assistant", "content": PROBE}], tools)
     before = rendered[: rendered.find(PROBE)]
     if not before.rstrip().endswith(chat.opening.rstrip()):

@@ -17,6 +17,9 @@ _ROLES = {
 }  # fmt: skip
 _CALL_ROLES = ("function_call", "tool_call")  # ShareGPT: the value is the call as JSON
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_WORDS = {
+    "NoneType": "null", "str": "string", "int": "number", "float": "number", "bool": "boolean", "dict": "object",
+}  # fmt: skip
 _KEPT = ("name", "tool_call_id")
 
 

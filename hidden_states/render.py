@@ -12,7 +12,7 @@ from hidden_states.errors import DataError
 from hidden_states.messages import RowError
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
+Tools = list[Any] | None  # JSON schemas
 Span = tuple[int, int]
 
 PROBE = "eyasprobe"  # stands in for a text to see where the template puts it; no markup, no spaces
@@ -98,22 +98,23 @@ class ChatTemplate:
             )
 
     def generation_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span] | None:
-        """Character spans of the `{% generation %}` blocks of a rendering; None when the template has no such blocks."""
+        """Character spans of the `{% generation %}` blocks of a rendering; None when the template has none."""
         if not self.tagged:
             return None
         try:
-            rendered, spans = render_jinja_template(
-                [[{k: v for k, v in m.items() if v is not None} for m in messages]],
-                tools=tools,
+            rendering: Any = render_jinja_template(
+                [messages],
+                tools=list(tools) if tools else None,
                 chat_template=self.source,
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
         except _TEMPLATE_ERRORS as error:
             raise RowError("refused by the chat template", f"the chat template says: {error}") from error
-        if rendered[0] != text:  # a tokenizer with a rendering of its own (Kimi's sorts the tools first)
+        (rendered,), (spans,) = rendering
+        if rendered != text:  # a tokenizer with a rendering of its own (Kimi's sorts the tools first)
             return None
-        return [(int(start), int(end)) for start, end in spans[0]]
+        return [(int(start), int(end)) for start, end in spans]
 
     @functools.cached_property
     def opening(self) -> str:
@@ -148,10 +149,8 @@ class ChatTemplate:
 
         The newline that chat templates put after `<|im_end|>` is the template's; the target never produces it.
         """
-        last = None
-        for last in self._control.finditer(text, start):
-            pass
-        return last.end() if last and not text[last.end() :].strip() else len(text)
+        ends = [match.end() for match in self._control.finditer(text, start)]
+        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 
 
 def _any_of(words: frozenset[str]) -> re.Pattern[str]:

@@ -368,7 +368,7 @@ def segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
         if not runs or runs[-1][1] != bool(learned):
             runs.append(([], bool(learned)))
         runs[-1][0].append(token)
-    return [(tokenizer.decode(ids, skip_special_tokens=False), learned) for ids, learned in runs]
+    return [(str(tokenizer.decode(ids, skip_special_tokens=False)), learned) for ids, learned in runs]
 
 
 def save_samples(samples: Iterable[Sample], path: Path | str) -> None:
