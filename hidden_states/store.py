@@ -10,14 +10,19 @@ and safe to use from threads: connections are made on first use, again in every 
 import hashlib
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hidden_states.errors import StoreError
 
 READ_BLOCK = 4 << 20
+BLOCK_BYTES = 16 << 20  # of one ranged read, and of one part of an upload
+READ_THREADS = 4
 PROBE_FOLDER = ".eyas-probe"
 
 
@@ -131,6 +136,33 @@ class Store(ABC):
     def probe(self) -> Capabilities:
         """Write, read, compare, delete: proof that this store can be worked with, made afresh."""
         return self.capabilities()
+
+    def blocks(self, key: str, size: int) -> Iterator[bytes]:
+        """An object of `size` bytes from its first byte to its last, BLOCK_BYTES at a time, the next ones under way."""
+        starts = iter(range(0, size, BLOCK_BYTES))
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="eyas-read") as pool:
+
+            def ask(start: int) -> Future[bytes]:
+                return pool.submit(self.get_range, key, start, min(BLOCK_BYTES, size - start))
+
+            under_way = deque(ask(start) for start in islice(starts, READ_THREADS))
+            try:
+                while under_way:
+                    block = under_way.popleft().result()
+                    under_way.extend(ask(start) for start in islice(starts, 1))
+                    yield block
+            finally:
+                for future in under_way:
+                    future.cancel()
+
+    def download(self, key: str, size: int, path: Path) -> FileDigest:
+        """Writes an object of `size` bytes to a file; returns the digest of what arrived."""
+        digester = Digester()
+        with open(path, "wb") as file:
+            for block in self.blocks(key, size):
+                digester.update(block)
+                file.write(block)
+        return digester.digest()
 
     def local_path(self, key: str) -> Path | None:
         """The object as a file that can be mapped into memory, where there is one."""

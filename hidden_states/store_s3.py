@@ -1,6 +1,6 @@
 """An S3 bucket as a store, through boto3.
 
-Uploads above PART_BYTES go in parts, several at once, each part's bytes read once and sent from memory. The server is
+Uploads above BLOCK_BYTES go in parts, several at once, each part's bytes read once and sent from memory. The server is
 given the CRC32 of every part and of the whole object, computed from our bytes, and refuses what does not match.
 """
 
@@ -23,6 +23,7 @@ from urllib3.exceptions import HTTPError
 
 from hidden_states.errors import StoreError
 from hidden_states.store import (
+    BLOCK_BYTES,
     PROBE_FOLDER,
     Capabilities,
     Digester,
@@ -35,7 +36,6 @@ from hidden_states.store import (
 )
 from hidden_states.store_s3_errors import explain
 
-PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 6
 READ_ATTEMPTS = 6
@@ -142,7 +142,7 @@ class S3Store(Store):
             self.require_conditional_put()
         condition = {"IfNoneMatch": "*"} if if_none_match else {}
         with self._explained(key, "write"), open(path, "rb") as file:
-            if digest.bytes <= PART_BYTES:
+            if digest.bytes <= BLOCK_BYTES:
                 body = file.read(digest.bytes + 1)
                 whole = {"ChecksumCRC32": _crc_text(digest.crc32)} if self._sends_checksums() else {}
                 self.client.put_object(Bucket=self.bucket, Key=self._name(key), Body=body, **whole, **condition)
@@ -152,7 +152,7 @@ class S3Store(Store):
 
     def _put_parts(self, key: str, descriptor: int, digest: FileDigest, condition: dict[str, str]) -> None:
         at = {"Bucket": self.bucket, "Key": self._name(key)}
-        part_bytes = max(PART_BYTES, -(-digest.bytes // MAX_PARTS))
+        part_bytes = max(BLOCK_BYTES, -(-digest.bytes // MAX_PARTS))
         starts = range(0, digest.bytes, part_bytes)
         checks = self._sends_checksums()
         kind = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if checks else {}
@@ -208,8 +208,8 @@ class S3Store(Store):
         else:
             digester = Digester()
             if info is not None:
-                for start in range(0, info.bytes, PART_BYTES):
-                    digester.update(self.get_range(key, start, min(PART_BYTES, info.bytes - start)))
+                for block in self.blocks(key, info.bytes):
+                    digester.update(block)
             back = digester.digest()
             if back == digest:
                 return "read back"

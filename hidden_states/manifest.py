@@ -1,0 +1,197 @@
+"""The two ledgers of a dataset: a sidecar for each batch, and the manifest that commits the whole.
+
+Both are canonical JSON: equal content, equal bytes. Nothing in them depends on when, where or by whom they were
+written, so writing them twice is harmless and the manifest's sha256 names the dataset's content.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas_capture import contract
+from hidden_states.errors import DatasetError
+from hidden_states.fingerprint import Fingerprint
+from hidden_states.shard import SampleEntry, ShardInfo, ShardLayout
+from hidden_states.store import FileDigest
+
+SIDECAR_FORMAT = "eyas-sidecar/1"
+MANIFEST_FORMAT = "eyas-dataset/1"
+TRAIN, HELD_OUT = "train", "held_out"
+
+_TABLE = pa.schema(
+    {
+        "id": pa.string(),
+        "source": pa.string(),
+        "tokens": pa.int32(),
+        "loss_tokens": pa.int32(),
+        "shard": pa.int32(),
+        "row": pa.int64(),
+        "split": pa.string(),
+        "digest": pa.string(),
+        "checksums": pa.list_(pa.string()),
+    }
+)
+
+
+def canonical(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The commit of one batch: which shard holds it, what proves the shard, and what the shard is comparable with."""
+
+    info: ShardInfo
+    fingerprint: Fingerprint
+
+    def to_bytes(self) -> bytes:
+        fields = asdict(self.info) | {"fingerprint": dict(self.fingerprint.fields), "format": SIDECAR_FORMAT}
+        del fields["path"]  # where the packing worker had it
+        return canonical(fields)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Sidecar":
+        """Raises DatasetError when it is none."""
+        try:
+            fields = json.loads(data)
+            if fields.pop("format") != SIDECAR_FORMAT:
+                raise ValueError("another format")
+            fingerprint = Fingerprint(fields.pop("fingerprint"))
+            fields["digest"] = FileDigest(**fields["digest"])
+            fields["layout"]["after_block"] = tuple(fields["layout"]["after_block"])
+            fields["layout"] = ShardLayout(**fields["layout"])
+            fields["samples"] = tuple(SampleEntry(**entry) for entry in fields["samples"])
+            return cls(ShardInfo(**fields), fingerprint)
+        except (ValueError, KeyError, TypeError) as exc:
+            raise DatasetError(
+                where,
+                f"not a sidecar ({type(exc).__name__}: {exc})",
+                SIDECAR_FORMAT,
+                "Delete it; the batch is captured again.",
+            ) from exc
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard in the manifest. `key` is relative to the dataset; `size` in bytes, `data_start` of them its header."""
+
+    batch: str
+    key: str
+    size: int
+    sha256: str
+    crc32: int
+    data_start: int
+    tokens: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A further file of the dataset; `key` is relative to it, `size` in bytes."""
+
+    key: str
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, key: str, data: bytes) -> "Blob":
+        return cls(key, len(data), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a dataset is: counts are of all splits unless they say otherwise.
+
+    Attributes:
+        final_norm: "post": `final` is behind the target's final norm.
+        left_out: sample id -> why it was given up on, for samples that were planned and are not in it.
+        coverage: share of the tokens to learn that the draft vocabulary covers; None without a vocabulary map.
+        extra: what the caller adds (the recipe's part, the gate's figures). Nothing in it may change from run to run.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    after_block: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+    final_norm: str
+    shards: tuple[ShardRecord, ...]
+    table: Blob
+    vocab_map: Blob | None
+    coverage: float | None
+    samples: int
+    held_out_samples: int
+    held_out_share: float
+    tokens: int
+    loss_tokens: int
+    total_bytes: int
+    left_out: dict[str, str]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        fields = asdict(self) | {"fingerprint": dict(self.fingerprint.fields), "format": MANIFEST_FORMAT}
+        return canonical(fields)
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of the manifest's bytes."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Manifest":
+        """Raises DatasetError when it is none, or of a format this version does not read."""
+        try:
+            fields = json.loads(data)
+            if (found := fields.pop("format")) != MANIFEST_FORMAT:
+                raise ValueError(f"format {found}")
+            fields["fingerprint"] = Fingerprint(fields["fingerprint"])
+            fields["after_block"] = tuple(fields["after_block"])
+            fields["shards"] = tuple(ShardRecord(**shard) for shard in fields["shards"])
+            fields["table"] = Blob(**fields["table"])
+            fields["vocab_map"] = Blob(**fields["vocab_map"]) if fields["vocab_map"] else None
+            return cls(**fields)
+        except (ValueError, KeyError, TypeError) as exc:
+            raise DatasetError(
+                where,
+                f"not a manifest ({type(exc).__name__}: {exc})",
+                MANIFEST_FORMAT,
+                "Another version wrote it, or the object is damaged.",
+            ) from exc
+
+    def layout(self, shard: int) -> ShardLayout:
+        record = self.shards[shard]
+        return ShardLayout(
+            record.data_start, record.tokens, record.samples, self.after_block, self.hidden_size, self.dtype
+        )
+
+    def captured_tensors(self) -> list[str]:
+        """Names in the order of the table's `checksums`."""
+        return [*map(contract.block_tensor, self.after_block), contract.FINAL]
+
+
+def samples_table(sidecars: Sequence[Sidecar], splits: Mapping[str, str]) -> bytes:
+    """The table of all samples as Parquet, by shard and row. `splits`: sample id -> TRAIN or HELD_OUT."""
+    rows = [(index, entry) for index, sidecar in enumerate(sidecars) for entry in sidecar.info.samples]
+    names = [*map(contract.block_tensor, sidecars[0].info.layout.after_block), contract.FINAL]
+    columns = {
+        "shard": [index for index, _ in rows],
+        "split": [splits[entry.id] for _, entry in rows],
+        "checksums": [[entry.checksums[name] for name in names] for _, entry in rows],
+    }
+    for name in set(_TABLE.names) - set(columns):
+        columns[name] = [getattr(entry, name) for _, entry in rows]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns, schema=_TABLE), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def read_table(data: bytes, where: str) -> pa.Table:
+    try:
+        return pq.read_table(pa.BufferReader(data), schema=_TABLE)
+    except (pa.ArrowException, OSError) as exc:
+        raise DatasetError(where, f"not a samples table ({exc})", None, "Verify the dataset.") from exc
