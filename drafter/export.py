@@ -1,0 +1,151 @@
+"""The folder a serving engine loads: `config.json` and `model.safetensors`, checked key by key against its loader.
+
+SGLang's loader passes over names it does not know without a word, and leaves weights it did not find at random values;
+so the key set is compared here, where a difference still stops something.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.config import DrafterConfig
+from drafter.layer_ids import sglang_layer_ids, vllm_layer_ids
+from drafter.model import Eagle3Drafter
+from hidden_states.errors import TrainingError
+
+Format = Literal["sglang", "vllm"]
+
+
+def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor SGLang's `LlamaForCausalLMEagle3` consumes for this drafter, with its shape.
+
+    The embedding is not among them: the engine puts the target's in its place. Source: `load_weights` of
+    sglang/srt/models/llama_eagle3.py, 0.5.23.
+    """
+    h, i = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, config.states_width),
+        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.o_proj.weight": (h, q),
+        "midlayer.mlp.gate_proj.weight": (i, h),
+        "midlayer.mlp.up_proj.weight": (i, h),
+        "midlayer.mlp.down_proj.weight": (h, i),
+        "midlayer.input_layernorm.weight": (h,),
+        "midlayer.hidden_norm.weight": (h,),
+        "midlayer.post_attention_layernorm.weight": (h,),
+        "norm.weight": (h,),
+        "lm_head.weight": (config.draft_vocab_size, h),
+        "d2t": (config.draft_vocab_size,),
+    }
+    if config.fc_norm:
+        shapes.update({f"fc_norm.{a}.weight": (h,) for a in range(len(config.after_block))})
+    return shapes
+
+
+def engine_config(config: DrafterConfig, dtype: torch.dtype, format: Format) -> dict[str, Any]:
+    """`config.json` for the engine. Rope stands there in both forms engines read (`rope_theta` beside `rope_scaling`,
+    and transformers 5's `rope_parameters`), from one source, so that they cannot disagree."""
+    own = {k: v for k, v in config.rope.items() if k != "rope_theta"}
+    scaling = None if config.rope["rope_type"] == "default" else own
+    if format == "sglang":
+        ids = sglang_layer_ids(config.after_block, config.target_architecture)
+    else:
+        ids = vllm_layer_ids(config.after_block)
+    out: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": scaling,
+        "rope_parameters": config.rope,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_aux_hidden_states": len(config.after_block),
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
+        # For people and for `inspect`: engines ignore it.
+        "eyas": {
+            "after_block": list(config.after_block),
+            "target_architecture": config.target_architecture,
+            "target_blocks": config.target_blocks,
+        },
+    }
+    if format == "vllm":
+        out |= {"eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": False}
+    return out
+
+
+def export_drafter(
+    drafter: Eagle3Drafter, folder: str | Path, format: Format = "sglang", dtype: torch.dtype | None = None
+) -> Path:
+    """Writes the folder an engine loads, and returns it.
+
+    Args:
+        dtype: of the weights; the drafter's own when not given. Serve it with the same.
+
+    Raises: TrainingError when the engine would not load exactly these tensors.
+    """
+    config = drafter.config
+    if format == "vllm" and (config.fc_norm or config.norm_output or len(config.after_block) != 3):
+        raise TrainingError(
+            "export to vllm",
+            f"fc_norm={config.fc_norm}, norm_output={config.norm_output}, {len(config.after_block)} blocks",
+            "neither, and 3 blocks", "vLLM's llama_eagle3 cannot express this drafter; export it for SGLang.",
+        )  # fmt: skip
+    dtype = dtype or drafter.fc.weight.dtype
+    weights = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in drafter.state_dict().items()
+    }
+    compare_keys(weights, config)
+    if format == "vllm":
+        weights = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(engine_config(config, dtype, format), indent=2) + "\n")
+    return folder
+
+
+def compare_keys(weights: dict[str, Tensor], config: DrafterConfig) -> None:
+    """Compares names and shapes with what the engine consumes.
+
+    Raises: TrainingError naming every difference.
+    """
+    expected = expected_shapes(config)
+    wrong = [f"{n} is missing" for n in expected if n not in weights]
+    wrong += [f"{n} is not loaded by SGLang" for n in weights if n not in expected]
+    wrong += [
+        f"{n} is {list(weights[n].shape)}, not {list(shape)}"
+        for n, shape in expected.items()
+        if n in weights and tuple(weights[n].shape) != shape
+    ]
+    if wrong:
+        raise TrainingError(
+            "drafter weights", "; ".join(wrong), "exactly the tensors of LlamaForCausalLMEagle3",
+            "SGLang would skip unknown names silently and keep random values for missing ones.",
+        )  # fmt: skip

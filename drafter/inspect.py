@@ -1,0 +1,134 @@
+"""Does this drafter fit this target? In words, for any drafter folder SGLang can load."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from drafter.config import read_target_config, resolve_rope
+from drafter.layer_ids import blocks_sglang_captures
+from drafter.naming import to_sglang_name
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """facts: what the drafter is. problems: what does not fit; empty = SGLang will serve it as it was trained."""
+
+    facts: dict[str, Any]
+    problems: list[str]
+
+    def text(self) -> str:
+        """A few lines to read."""
+        lines = [f"{name}: {value}" for name, value in self.facts.items()]
+        lines += [f"PROBLEM: {problem}" for problem in self.problems] or ["fits"]
+        return "\n".join(lines)
+
+
+def inspect_drafter(folder: str | Path, target: str | Path | None = None) -> Inspection:
+    """Reads a drafter's config and tensor names and holds them against each other and against the target.
+
+    Raises: TrainingError when there is no config.json to read.
+    """
+    folder = Path(folder)
+    config = read_target_config(folder)
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes.update({to_sglang_name(n): tensors.get_slice(n).get_shape() for n in tensors.keys()})  # noqa: SIM118
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    rope = resolve_rope(config)
+    hidden, draft_vocab = config.get("hidden_size"), config.get("draft_vocab_size")
+    facts: dict[str, Any] = {
+        "architecture": (config.get("architectures") or ["none named"])[0],
+        "hidden_size": hidden,
+        "heads": f"{config.get('num_attention_heads')} query, {config.get('num_key_value_heads')} key/value",
+        "vocabulary": f"{draft_vocab} of {config.get('vocab_size')} tokens",
+        "rope": json.dumps(rope),
+        "dtype": config.get("torch_dtype") or config.get("dtype"),
+        "layer ids": ids,
+        "parameters": sum(_count(s) for n, s in shapes.items() if n not in ("d2t", "t2d")),
+    }
+    problems = _own_problems(config, shapes, ids)
+    if target is not None:
+        problems += _misfits(config, read_target_config(target), ids, facts)
+    return Inspection(facts, problems)
+
+
+def _count(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: list[int] | None) -> list[str]:
+    """What is wrong within the folder."""
+    problems = []
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture != "LlamaForCausalLMEagle3":
+        problems.append(f"architectures says {architecture or 'nothing'}; SGLang looks for LlamaForCausalLMEagle3")
+    if not shapes:
+        return [*problems, "there is no *.safetensors file"]
+    h = config.get("hidden_size") or 0
+    kv = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
+    head = config.get("head_dim") or h // max(1, config.get("num_attention_heads") or 1)
+    q = (config.get("num_attention_heads") or 0) * head
+    aux = config.get("num_aux_hidden_states") or len(ids or [0, 0, 0])
+    i, d = config.get("intermediate_size"), config.get("draft_vocab_size") or config.get("vocab_size")
+    wanted = {
+        "fc.weight": [h, (config.get("target_hidden_size") or h) * aux], "norm.weight": [h], "lm_head.weight": [d, h],
+        "midlayer.self_attn.q_proj.weight": [q, 2 * h], "midlayer.self_attn.k_proj.weight": [kv * head, 2 * h],
+        "midlayer.self_attn.v_proj.weight": [kv * head, 2 * h], "midlayer.self_attn.o_proj.weight": [h, q],
+        "midlayer.mlp.gate_proj.weight": [i, h], "midlayer.mlp.up_proj.weight": [i, h],
+        "midlayer.mlp.down_proj.weight": [h, i], "midlayer.input_layernorm.weight": [h],
+        "midlayer.hidden_norm.weight": [h], "midlayer.post_attention_layernorm.weight": [h],
+    }  # fmt: skip
+    if config.get("draft_vocab_size") not in (None, config.get("vocab_size")):
+        wanted["d2t"] = [d]
+    if config.get("fc_norm") or config.get("use_aux_norm"):
+        wanted |= {f"fc_norm.{a}.weight": [h] for a in range(aux)}
+    for name, shape in wanted.items():
+        if name not in shapes:
+            problems.append(f"{name} is missing: SGLang would keep random values for it")
+        elif list(shapes[name]) != shape:
+            problems.append(f"{name} is {list(shapes[name])}; the config asks for {shape}")
+    ignored = {"t2d", "embed_tokens.weight", "d2t"}
+    problems += [f"{n} is a name SGLang skips silently" for n in shapes if n not in wanted and n not in ignored]
+    if ids is None:
+        problems.append("eagle_config names no layer ids: SGLang would capture its own default blocks")
+    return problems
+
+
+def _misfits(config: dict[str, Any], target: dict[str, Any], ids: list[int] | None, facts: dict[str, Any]) -> list[str]:
+    """What does not fit the target."""
+    text = {**target, **(target.get("text_config") or {})}
+    architecture = (target.get("architectures") or ["unknown"])[0]
+    problems = []
+    width = config.get("target_hidden_size") or config.get("hidden_size")
+    for name, ours, theirs in (
+        ("hidden_size", width, text.get("hidden_size")),
+        ("vocab_size", config.get("vocab_size"), text.get("vocab_size")),
+    ):
+        if ours != theirs:
+            problems.append(f"{name} is {ours}, the target's is {theirs}")
+    said = config.get("eyas") or {}
+    if said.get("target_architecture", architecture) != architecture:
+        problems.append(f"it was made for {said['target_architecture']}, the target is {architecture}")
+    if ids is not None:
+        blocks = blocks_sglang_captures(ids, architecture)
+        facts["SGLang will feed it the outputs of blocks"] = blocks
+        if said.get("after_block", blocks) != blocks:
+            problems.append(
+                f"it was trained on the outputs of blocks {said['after_block']}, SGLang will capture {blocks}"
+            )
+        if blocks and not 0 <= min(blocks) <= max(blocks) < text["num_hidden_layers"]:
+            problems.append(f"block {max(blocks)} is beyond the target's {text['num_hidden_layers']} blocks")
+    reach = text.get("max_position_embeddings") or 0
+    if (config.get("max_position_embeddings") or 0) < reach:
+        problems.append(f"max_position_embeddings is {config.get('max_position_embeddings')}, the target's {reach}")
+    rope, theirs = resolve_rope(config), resolve_rope(text)
+    if rope != theirs:
+        facts["note"] = f"its rope is its own; the target's is {json.dumps(theirs)}"
+    return problems

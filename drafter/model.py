@@ -1,0 +1,248 @@
+"""The EAGLE-3 draft model: one Llama-style block over the target's captured states, unrolled for training-time test.
+
+Weights carry the names SGLang's `LlamaForCausalLMEagle3` loads. The target's embedding and head are frozen and lent,
+never part of the drafter. Legend: N tokens of a packed row, C context slots, R computed slots, T token positions, H
+hidden size, A captured blocks, K steps, D draft vocabulary, V target vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drafter.attention import ttt_attention
+from drafter.config import DrafterConfig
+from drafter.fused import SharedWeight, rms_norm, swiglu
+from drafter.rope import RopeTable, rotate
+from drafter.slots import SlotPlan, seen_token
+from hidden_states.errors import TrainingError
+
+
+class Batch(Protocol):
+    """One packed row of documents, unshifted, as `hidden_states.stream` yields it."""
+
+    input_ids: Tensor  # [N]
+    loss_mask: Tensor  # [N], 1 = token to learn
+    aux: Tensor  # [N, A, H], ascending blocks
+    final: Tensor  # [N, H], after the target's final norm
+    doc_ids: Tensor  # [N], documents contiguous
+    positions: Tensor  # [N], within the document
+    sample_ids: list[str]
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What the drafter borrows from its target: the embedding [V, H] and the head [V, H] (one tensor when tied)."""
+
+    embedding: Tensor
+    head: Tensor
+
+    @classmethod
+    def load(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> "TargetWeights":
+        """Reads the two tensors, and no other, from a Hugging Face folder.
+
+        Raises: TrainingError when a folder holds no embedding under a known name.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                    for wanted in ("embed_tokens.weight", "lm_head.weight"):
+                        if name.endswith(wanted) and "mtp" not in name:
+                            found.setdefault(wanted, tensors.get_tensor(name).to(dtype))
+        if "embed_tokens.weight" not in found:
+            raise TrainingError(
+                str(folder), "no tensor named *embed_tokens.weight", "a target with safetensors weights",
+                "Point at the folder the server loads.",
+            )  # fmt: skip
+        embedding = found["embed_tokens.weight"]
+        return cls(embedding, found.get("lm_head.weight", embedding))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "TargetWeights":
+        """Moved and cast; tied weights stay one tensor."""
+        embedding = self.embedding.to(device, dtype)
+        return TargetWeights(embedding, embedding if self.head is self.embedding else self.head.to(device, dtype))
+
+
+class RMSNorm(nn.Module):
+    """Holds an RMSNorm's weight; `rms_norm` does the work."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [R, size] -> the same shape."""
+        return rms_norm(x, self.weight, self.eps, out_dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = nn.Linear(2 * c.hidden_size, q, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, kv, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, kv, bias=False)
+        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
+
+
+class _MLP(nn.Module):
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+
+class _Block(nn.Module):
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(c)
+        self.mlp = _MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class Eagle3Drafter(nn.Module):
+    """The trainable drafter. `d2t` [D] maps draft ids to target ids as offsets: target = draft + d2t[draft]."""
+
+    d2t: Tensor
+
+    def __init__(self, config: DrafterConfig, d2t: Tensor) -> None:
+        super().__init__()
+        if tuple(d2t.shape) != (config.draft_vocab_size,):
+            raise TrainingError(
+                "d2t", f"shape {tuple(d2t.shape)}", f"({config.draft_vocab_size},)", "Rebuild the vocabulary map."
+            )
+        self.config = config
+        self.fc = nn.Linear(config.states_width, config.hidden_size, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.after_block)
+        self.midlayer = _Block(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", d2t.to(torch.int64))
+        self._rope = RopeTable(config.rope, config.head_dim)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[D], the target ids the draft vocabulary holds, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def initialise(self, target_head: Tensor, seed: int) -> None:
+        """Fresh weights: the head from the target's rows of the draft vocabulary, norms 1, matrices normal with a
+        standard deviation of 0.7 / sqrt(inputs)."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            elif name == "lm_head.weight":
+                weight.copy_(target_head[self.draft_ids.to(target_head.device)])
+            else:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * (0.7 * weight.shape[1] ** -0.5))
+
+    def unroll(
+        self, batch: Batch, plan: SlotPlan, embedding: Tensor, dtype: torch.dtype, recompute: bool = False
+    ) -> Iterator[Tensor]:
+        """Per step, the normed draft states [scored slots, H] the head reads.
+
+        Args:
+            batch: the packed row; `aux` may be of any floating dtype.
+            plan: which slots each step computes.
+            embedding: the target's, [V, H].
+            dtype: of the matrix products; norms, softmax and the residual stream are at least float32.
+            recompute: keep only each step's input for the backward pass and compute the step again there.
+        """
+        if not plan.steps:
+            return
+        c, mid = self.config, self.midlayer
+        wide = torch.promote_types(dtype, torch.float32)
+        kv = c.num_key_value_heads * c.head_dim
+        q_width = c.num_attention_heads * c.head_dim
+        attn = mid.self_attn
+        # The attention's input is [norm(embedding), norm(state)]. The embedding's half of q, k and v belongs to a
+        # token, not to a slot or a step: it is made once per token and looked up at every step.
+        qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]).to(dtype)
+        qkv_embed, qkv_state = qkv.split(c.hidden_size, dim=1)
+        state_qkv = SharedWeight(qkv_state)
+        state_kv = qkv_state[q_width:]
+        out_proj = SharedWeight(attn.o_proj.weight.to(dtype))
+        gate_up = SharedWeight(torch.cat([mid.mlp.gate_proj.weight, mid.mlp.up_proj.weight]).to(dtype))
+        down = SharedWeight(mid.mlp.down_proj.weight.to(dtype))
+
+        tokens, token_of = _tokens_seen(plan, len(batch.input_ids))
+        embed = mid.input_layernorm(embedding[batch.input_ids[tokens]], dtype) @ qkv_embed.T  # [T, q + 2 kv]
+
+        aux = batch.aux if len(plan.context) == len(batch.aux) else batch.aux[plan.context]
+        if c.fc_norm:
+            chunks = [norm(aux[:, a].to(wide), dtype) for a, norm in enumerate(self.fc_norm)]
+            states = torch.cat(chunks, dim=-1) @ self.fc.weight.to(dtype).T
+        else:
+            states = aux.reshape(len(aux), -1).to(dtype) @ self.fc.weight.to(dtype).T
+        states = states.to(wide)  # [C, H]
+        normed = mid.hidden_norm(states, dtype)
+        positions = batch.positions[plan.context]
+        cos, sin = self._rope.at(positions, wide)
+        at_context = token_of[seen_token(plan.context, 0)]
+        k0, v0 = (normed @ state_kv.T + embed[at_context, q_width:]).split(kv, dim=-1)
+        keys = rotate(k0.reshape(len(k0), -1, c.head_dim), cos, sin).transpose(0, 1).contiguous()
+        values = v0.reshape(len(v0), -1, c.head_dim).transpose(0, 1).contiguous()
+
+        def step(j: int, state: Tensor, *later: Tensor) -> tuple[Tensor, ...]:
+            """One step: the slots' states [R, H] and own later keys and values -> new states, new key, new value."""
+            rows = plan.rows[j]
+            cos, sin = self._rope.at(batch.positions[rows] + j, wide)
+            given = embed[token_of[seen_token(rows, j)]]
+            normed = mid.hidden_norm(state, dtype)
+            made: tuple[Tensor, ...] = ()
+            if j == 0:
+                q = normed @ qkv_state[:q_width].T + given[:, :q_width]
+            else:
+                q, k, v = (state_qkv(normed, j) + given).split([q_width, kv, kv], dim=-1)
+                k = rotate(k.reshape(len(rows), -1, c.head_dim), cos, sin)
+                v = v.reshape(len(rows), -1, c.head_dim)
+                made = (k, v)
+            q = rotate(q.reshape(len(rows), -1, c.head_dim), cos, sin)
+            own_keys, own_values = [*later[::2], *made[:1]], [*later[1::2], *made[1:]]
+            mixed = ttt_attention(q, keys, values, own_keys, own_values, plan.context_of[j], plan.blocks[j])
+            state = state + out_proj(mixed, j)
+            hidden = swiglu(gate_up(mid.post_attention_layernorm(state, dtype), j))
+            return state + down(hidden, j), *made
+
+        state = states if len(plan.rows[0]) == len(states) else states[plan.context_of[0]]
+        later: list[Tensor] = []
+        for j in range(plan.steps):
+            if (keep := plan.keep[j]) is not None:
+                state, later = state[keep], [x[keep] for x in later]
+            if recompute and torch.is_grad_enabled():
+                state, *made = checkpoint(step, j, state, *later, use_reentrant=False)
+            else:
+                state, *made = step(j, state, *later)
+            later += made
+            scored = plan.scored[j]
+            if c.norm_output:
+                normed = self.norm(state, dtype)
+                state = normed.to(wide)
+                yield normed if scored is None else normed[scored]
+            else:
+                yield self.norm(state if scored is None else state[scored], dtype)
+
+
+def _tokens_seen(plan: SlotPlan, n: int) -> tuple[Tensor, Tensor]:
+    """The tokens some computed slot sees, ascending [T], and each token's place among them [N + 1]."""
+    seen = torch.zeros(n + 1, dtype=torch.bool, device=plan.context.device)
+    seen[seen_token(plan.context, 0)] = True
+    for j, rows in enumerate(plan.rows):
+        seen[seen_token(rows, j)] = True
+    tokens = seen.nonzero()[:, 0]
+    place = torch.zeros(n + 1, dtype=torch.int64, device=seen.device)
+    place[tokens] = torch.arange(len(tokens), device=seen.device)
+    return tokens, place

@@ -1,0 +1,419 @@
+"""The training loop. One optimiser step sees `accumulate` packed rows per rank; its loss is their token-weighted mean.
+
+The same loop runs alone, in a thread (no signal handler, no global state but torch's random state on resume), and on
+every rank of an initialised `torch.distributed` group. Nothing here knows where batches come from or metrics go.
+"""
+
+import hashlib
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafter.acceptance import Figures, Tally
+from drafter.checkpoint import Checkpoint, CheckpointFolder
+from drafter.loss import LossConfig
+from drafter.model import Batch, Eagle3Drafter, TargetWeights
+from drafter.objective import Teacher, batch_loss, plan_work
+from drafter.schedule import Schedule
+from hidden_states.errors import TrainingError
+
+STOPPED_EXIT_CODE = 75  # of a process that saved and left because it was asked to: run the same command again
+
+Batches = Callable[[int], Iterable[Batch]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A stream of packed rows that knows where it is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last row it gave."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """ttt_steps: K. The course ends at the first of `max_steps`, `max_seconds` and `epochs` (at least one is given).
+    accumulate: packed rows per optimiser step. jump: a loss this many times its running mean stops the training.
+    dtype: of the matrix products; weights, optimiser, norms and softmax stay float32."""
+
+    ttt_steps: int = 7
+    loss: LossConfig = field(default_factory=LossConfig)
+    schedule: Schedule = field(default_factory=Schedule)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    accumulate: int = 1
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    epochs: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    validate_every: int | None = None
+    jump: float = 5.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.max_seconds is None and self.epochs is None:
+            raise TrainingError("train", "no end", "max_steps, max_seconds or epochs", "Set one of them.")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimiser step, over all ranks. seconds: since the training's start, earlier runs of it included."""
+
+    step: int
+    epoch: int
+    lr: float
+    loss: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `stopped`: it was asked to, and saved; the same training resumes. validation: the last one."""
+
+    steps: int
+    epoch: int
+    tokens: int
+    seconds: float
+    loss_first: float
+    loss_last: float
+    stopped: bool
+    validation: Figures | None
+    best_acceptance_length: float | None
+
+
+@dataclass
+class _Progress:
+    step: int = 0
+    epoch: int = 0
+    in_epoch: int = 0  # packed rows taken from this epoch
+    tokens: int = 0
+    seconds: float = 0.0
+    loss_first: float = math.nan
+    loss_last: float = math.nan
+    running_loss: float = math.nan
+    best: float | None = None
+
+
+class Trainer:
+    """Trains a drafter on packed rows.
+
+    Args:
+        config: the course.
+        drafter: its weights are trained in place.
+        target: embedding and head of the target.
+        batches: epoch number -> that epoch's packed rows. An iterable with `state_dict` and `load_state_dict` is
+            resumed by them, any other by passing over the rows already seen.
+        checkpoint_dir: None keeps nothing.
+        validation: () -> held-out packed rows; evaluated every `validate_every` steps and at the end.
+        on_step, on_validation: called with what just happened (on every rank).
+        stop: asked before every step; True saves and returns.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        drafter: Eagle3Drafter,
+        target: TargetWeights,
+        batches: Batches,
+        checkpoint_dir: str | Path | None = None,
+        validation: Callable[[], Iterable[Batch]] | None = None,
+        on_step: Callable[[StepMetrics], None] | None = None,
+        on_validation: Callable[[int, Figures], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.config, self.drafter, self.batches, self.validation = config, drafter, batches, validation
+        self.on_step, self.on_validation, self.stop = on_step, on_validation, stop
+        self.dtype = getattr(torch, config.dtype)
+        self.device = drafter.d2t.device
+        self.teacher = Teacher(target.to(self.device, self.dtype), drafter.draft_ids)
+        self.optimiser = torch.optim.AdamW(
+            drafter.parameters(),
+            lr=config.schedule.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, config.keep)
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.first_rank = self.ranks == 1 or dist.get_rank() == 0
+        self.progress = _Progress()
+        self._stream: Iterable[Batch] | None = None
+
+    def run(self) -> TrainResult:
+        """Trains to the end of the course, from the newest checkpoint when there is one.
+
+        Raises: TrainingError on a loss or gradient that is not finite or jumps, naming the samples of that step.
+        """
+        self._resume()
+        config, progress = self.config, self.progress
+        began = time.monotonic() - progress.seconds
+        validated: Figures | None = None
+        stopped = False
+        for group in self._groups():
+            if self._anywhere(bool(self.stop and self.stop())):
+                stopped = True
+                break
+            step_began = time.monotonic()
+            lr = config.schedule.at(progress.step, self._course_done())
+            for parameters in self.optimiser.param_groups:
+                parameters["lr"] = lr
+            tally, tokens = self._gradients(group)
+            figures = tally.figures(config.loss.decay)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip))
+            self._guard(figures.loss, norm, group)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+            now = time.monotonic()
+            progress.step += 1
+            progress.in_epoch += len(group)
+            progress.tokens += tokens
+            progress.seconds = self._largest(now - began)
+            if self.on_step:
+                self.on_step(
+                    StepMetrics(
+                        progress.step, progress.epoch, lr, figures.loss, norm, tokens, tokens / (now - step_began),
+                        progress.seconds, figures,
+                    )
+                )  # fmt: skip
+            if config.validate_every and progress.step % config.validate_every == 0:
+                validated = self._validate()
+            if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
+                self._save()
+        if not stopped and (not config.validate_every or progress.step % config.validate_every):
+            validated = self._validate()
+        self._save()
+        return TrainResult(
+            progress.step, progress.epoch, progress.tokens, progress.seconds, progress.loss_first, progress.loss_last,
+            stopped, validated, progress.best,
+        )  # fmt: skip
+
+    def evaluate(self, batches: Iterable[Batch]) -> Figures:
+        """Figures of the drafter as it is on other packed rows; every rank sees its own share of them."""
+        return evaluate(self.drafter, batches, self.teacher, self.config.ttt_steps, self.config.loss, self.dtype)
+
+    def _groups(self) -> Iterator[list[Batch]]:
+        """The packed rows of each optimiser step, epoch after epoch, until the course is done. A rank whose rows have
+        run out gives empty groups until every rank's have."""
+        progress = self.progress
+        while not self._course_over():
+            self._stream = self._stream or self.batches(progress.epoch)
+            rows = iter(self._stream)
+            while not self._course_over():
+                group = [row for _, row in zip(range(self.config.accumulate), rows, strict=False)]
+                if not self._anywhere(bool(group)):
+                    break
+                yield group
+            else:
+                return
+            if progress.in_epoch == 0:
+                raise TrainingError(
+                    f"epoch {progress.epoch}",
+                    "no packed rows",
+                    "at least one",
+                    "Check the dataset and the held-out share.",
+                )
+            self._stream = None
+            progress.epoch += 1
+            progress.in_epoch = 0
+
+    def _gradients(self, group: list[Batch]) -> tuple[Tally, int]:
+        """Adds up the gradients of one optimiser step, here and over the ranks; its tally and tokens."""
+        config = self.config
+        works = [plan_work(batch, self.teacher, config.ttt_steps, config.loss) for batch in group]
+        counts = torch.zeros(config.ttt_steps, dtype=torch.float64, device=self.device)
+        for work in works:
+            counts += torch.tensor(work.scored(), dtype=torch.float64, device=self.device)
+        self._sum(counts)
+        weights = config.loss.step_weights([int(n) for n in counts])
+        tally = Tally.zeros(config.ttt_steps)
+        for batch, work in zip(group, works, strict=True):
+            loss, part = batch_loss(
+                self.drafter, batch, work, self.teacher, weights, config.loss, self.dtype, config.recompute
+            )
+            tally.add(part)
+            if loss.requires_grad:
+                loss.backward()
+        sums = torch.cat([tally.flat(), torch.tensor([sum(len(b.input_ids) for b in group)], dtype=torch.float64)])
+        sums = sums.to(self.device)
+        self._sum(sums)
+        tally.load_flat(sums[:-1].cpu())
+        for weight in self.drafter.parameters():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            self._sum(weight.grad)
+        return tally, int(sums[-1])
+
+    def _guard(self, loss: float, norm: float, group: list[Batch]) -> None:
+        progress = self.progress
+        running = progress.running_loss
+        jumped = progress.step >= 20 and loss > self.config.jump * running
+        if not (math.isfinite(loss) and math.isfinite(norm)) or jumped:
+            samples = ", ".join(sample for batch in group for sample in batch.sample_ids)
+            raise TrainingError(
+                f"step {progress.step + 1}, samples {samples}",
+                f"loss {loss:.4g}, gradient norm {norm:.4g}",
+                f"finite values, and a loss below {self.config.jump:g} x its running mean of {running:.4g}",
+                "Nothing was updated by this step. Look at these samples (eyas inspect), or lower the learning rate; "
+                "the last checkpoint is from before it.",
+            )
+        if math.isnan(progress.loss_first):
+            progress.loss_first = progress.running_loss = loss
+        progress.loss_last = loss
+        progress.running_loss = 0.95 * progress.running_loss + 0.05 * loss
+
+    def _validate(self) -> Figures | None:
+        if self.validation is None:
+            return None
+        figures = self.evaluate(self.validation())
+        progress = self.progress
+        if progress.best is None or figures.acceptance_length > progress.best:
+            progress.best = figures.acceptance_length
+            if self.folder and self.first_rank:
+                self.folder.save_best(self._weights(), {"step": progress.step, **asdict(figures)})
+        if self.on_validation:
+            self.on_validation(progress.step, figures)
+        return figures
+
+    def _course_done(self) -> float:
+        """Share of the course that is behind, 0 to 1, by whichever end comes first. Within an epoch it grows only when
+        the epoch's length is known; elsewhere a schedule over epochs falls in stairs."""
+        config, progress = self.config, self.progress
+        by_steps = progress.step / config.max_steps if config.max_steps else 0.0
+        by_time = progress.seconds / config.max_seconds if config.max_seconds else 0.0
+        by_epochs = 0.0
+        if config.epochs:
+            rows = len(self._stream) if isinstance(self._stream, Sized) else 0
+            by_epochs = (progress.epoch + (progress.in_epoch / rows if rows else 0.0)) / config.epochs
+        return min(1.0, max(by_steps, by_time, by_epochs))
+
+    def _course_over(self) -> bool:
+        return self._anywhere(self._course_done() >= 1.0)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().cpu().contiguous() for name, value in self.drafter.state_dict().items()}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to continue this training."""
+        d2t = hashlib.sha256(self.drafter.d2t.cpu().numpy().tobytes()).hexdigest()
+        return {
+            "drafter": json.loads(self.drafter.config.to_json()), "d2t": d2t, "ttt_steps": self.config.ttt_steps,
+            "loss": asdict(self.config.loss),
+        }  # fmt: skip
+
+    def _save(self) -> None:
+        if self.folder is None or not self.first_rank or self.progress.step in self.folder.steps()[-1:]:
+            return
+        training: dict[str, Any] = {"optimiser": self.optimiser.state_dict(), "random": torch.get_rng_state()}
+        if isinstance(self._stream, Stateful):
+            training["stream"] = self._stream.state_dict()
+        progress = {**asdict(self.progress), "training": self._identity()}
+        self.folder.save(self.progress.step, Checkpoint(self._weights(), training, progress))
+
+    def _resume(self) -> None:
+        found = self.folder.load_newest() if self.folder else None
+        if found is None or self.folder is None:
+            return
+        said = dict(found.progress)
+        identity, ours = said.pop("training"), self._identity()
+        if identity != ours:
+            differing = ", ".join(k for k in ours if ours[k] != identity.get(k))
+            raise TrainingError(
+                str(self.folder.folder), f"checkpoints of another training ({differing} differ)", "this training's own",
+                "Use another checkpoint folder, or remove this one to start over.",
+            )  # fmt: skip
+        self.progress = _Progress(**said)
+        self.drafter.load_state_dict(found.weights)
+        self.optimiser.load_state_dict(found.training["optimiser"])
+        torch.set_rng_state(found.training["random"])
+        stream = self.batches(self.progress.epoch)
+        if "stream" in found.training and isinstance(stream, Stateful):
+            stream.load_state_dict(found.training["stream"])
+            self._stream = stream
+        else:
+            rows = iter(stream)
+            for _ in range(self.progress.in_epoch):
+                next(rows, None)
+            self._stream = _Rest(rows)
+
+    def _sum(self, values: Tensor) -> None:
+        if self.ranks > 1:
+            dist.all_reduce(values)
+
+    def _largest(self, value: float) -> float:
+        """The largest over the ranks, so that clocks do not make their learning rates differ."""
+        if self.ranks == 1:
+            return value
+        largest = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def _anywhere(self, here: bool) -> bool:
+        """True when it is true on some rank, so that all ranks turn together."""
+        if self.ranks == 1:
+            return here
+        flag = torch.tensor([float(here)], device=self.device)
+        dist.all_reduce(flag)
+        return bool(flag > 0)
+
+
+class _Rest:
+    """What is left of an iterator, as an iterable."""
+
+    def __init__(self, rows: Iterator[Batch]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._rows
+
+
+@torch.no_grad()
+def evaluate(
+    drafter: Eagle3Drafter, batches: Iterable[Batch], teacher: Teacher, steps: int, loss: LossConfig, dtype: torch.dtype
+) -> Figures:
+    """Loss, accuracies and simulated acceptance length of a drafter over packed rows, token-weighted."""
+    tally = Tally.zeros(steps)
+    for batch in batches:
+        work = plan_work(batch, teacher, steps, loss)
+        tally.add(batch_loss(drafter, batch, work, teacher, [1.0] * steps, loss, dtype)[1])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        sums = tally.flat().to(drafter.d2t.device)
+        dist.all_reduce(sums)
+        tally.load_flat(sums.cpu())
+    return tally.figures(loss.decay)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
+    """A `stop` for `Trainer` that turns True on SIGTERM; main thread only. The process should then end with
+    STOPPED_EXIT_CODE."""
+    asked = False
+
+    def remember(*_: object) -> None:
+        nonlocal asked
+        asked = True
+
+    before = signal.signal(signal.SIGTERM, remember)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
