@@ -124,11 +124,14 @@ class SGLangClient:
     Args:
         base_url: address of the HTTP API.
         timeout_s: seconds one request may take, waiting in the server's queue included.
+        vocab_size: the target's, to refuse other token ids before they are sent: SGLang checks lengths but not ids, and
+            one id beyond the embedding ends the whole server (IndexError in the scheduler, a CUDA assert on a GPU).
     """
 
-    def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, base_url: str, *, timeout_s: float = 600.0, vocab_size: int | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
+        self.vocab_size = vocab_size
         # trust_env: a proxy set for the outside world must not get requests to our own server.
         self._http = httpx.Client(
             base_url=self.base_url,
@@ -197,8 +200,20 @@ class SGLangClient:
 
     def send(self, request: GenerateRequest) -> Generation:
         """Send one request; see `generate` for what it raises."""
+        self._refuse_foreign_ids(request)
         answer = self._post("/generate", request.body(), f"request {request.rid}")
         return _read_answer(request, answer)
+
+    def _refuse_foreign_ids(self, request: GenerateRequest) -> None:
+        limit = self.vocab_size
+        for position, token in enumerate(request.input_ids):
+            if token < 0 or (limit is not None and token >= limit):
+                raise DataError(
+                    f"request {request.rid}, position {position}",
+                    f"token id {token}",
+                    "ids from 0" + (f" to {limit - 1}" if limit else ""),
+                    "Was this prompt made with another model's tokenizer?",
+                )
 
     def flush_cache(self) -> None:
         """Empty the prefix cache. The server refuses while requests run, so wait for their answers first."""

@@ -32,6 +32,7 @@ from infra.process import OwnedProcess
 # What a server on a machine without a GPU needs (recipes: `device: cpu`); infra/sglang_cpu/README.md says why.
 CPU_FLAGS: dict[str, Any] = {
     "device": "cpu",
+    "dtype": "float32",  # SGLang's "auto" would make half precision of a float32 model; without AMX that is slower, too
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
