@@ -153,13 +153,19 @@ def test_there_is_no_drawer_for_things_without_a_name() -> None:
     assert not [str(p.relative_to(ROOT)) for p in files(".py") if p.name in nameless]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda p: p.stem)
-def test_a_benchmark_says_what_it_asks_and_can_be_run(path: Path) -> None:
-    module = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(module), "the docstring is the question the benchmark answers"
-    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body)
-    guards = [node for node in module.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
-    assert guards and "main(" in ast.unparse(guards[-1])
+def test_a_benchmark_says_what_it_asks_and_can_be_run() -> None:
+    modules = {p.stem: p for p in (ROOT / "benchmarks").glob("*.py") if p.name != "__init__.py"}
+    shared = {name.split(".")[1] for p in modules.values() for name in imports(p) if name.startswith("benchmarks.")}
+    wrong = []
+    for name, path in modules.items():
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        if not ast.get_docstring(module):
+            wrong.append(f"{name}: no docstring; it is the question the benchmark answers")
+        runs = any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in module.body)
+        has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body)
+        if name not in shared and not (runs and has_main):
+            wrong.append(f"{name}: neither run by itself (a main) nor used by another benchmark")
+    assert not wrong, "\n".join(wrong)
 
 
 # --- the checks themselves -------------------------------------------------------------------------------------------
