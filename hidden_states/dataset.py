@@ -87,8 +87,13 @@ class Dataset:
         return read_table(self._blob(self.manifest.table), self.uri)
 
     @cached_property
+    def sample_ids(self) -> list[str]:
+        """Of all samples, in the order of `samples`."""
+        return self.samples["id"].to_pylist()
+
+    @cached_property
     def _index(self) -> dict[str, int]:
-        return {id: index for index, id in enumerate(self.samples["id"].to_pylist())}
+        return {id: index for index, id in enumerate(self.sample_ids)}
 
     def vocab_map(self) -> VocabMap:
         """Raises DatasetError when the dataset was committed without one."""
@@ -99,6 +104,15 @@ class Dataset:
     def key(self, record: ShardRecord) -> str:
         """The shard's key in the store."""
         return f"{self.name}/{record.key}"
+
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        return [self.samples[name].to_pylist() for name in ("shard", "row", "tokens")]
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Shard index, first row and tokens of row `index` of `samples`; cheaper than `entry`."""
+        shards, rows, tokens = self._places
+        return shards[index], rows[index], tokens[index]
 
     def entry(self, index: int) -> tuple[int, SampleEntry]:
         """Shard index and entry of row `index` of `samples`."""
@@ -143,8 +157,8 @@ class Dataset:
             except (DatasetError, ObjectMissing) as exc:
                 report.problems.append(str(exc))
         if not full and not report.problems:
-            ids = self.samples["id"].to_pylist()
-            for sample_id in random.Random(self.digest).sample(ids, min(samples, len(ids))):
+            count = min(samples, self.manifest.samples)
+            for sample_id in random.Random(self.digest).sample(self.sample_ids, count):
                 try:
                     rows = self.read(sample_id)
                 except DatasetError as exc:

@@ -1,0 +1,280 @@
+"""What a reader has at hand: the shards of its next batches, fetched ahead by a thread, verified, within bounds.
+
+A shard of which at least half is needed is fetched whole, into a file that stays for the next epoch while there is
+room. Of any other only the needed rows are fetched, by range, into a file that has holes and no name, so that nothing
+is left behind whatever happens. Shards of a local store are mapped where they lie. Nothing is handed out unverified:
+whole shards against the manifest's sha256, single samples against the digests from their capture.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hidden_states.dataset import Dataset, damaged
+from hidden_states.errors import StoreError
+from hidden_states.shard_file import MappedShard
+from hidden_states.store import BLOCK_BYTES, digest_file
+
+WHOLE_FROM = 0.5  # share of a shard's bytes from which fetching all of it is cheaper than many ranges
+GAP_BYTES = 256 << 10  # unneeded bytes between two ranges that are fetched along instead of asking twice
+RANGE_THREADS = 8
+STALE_PART_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a reader wants of one shard: `rows` of the samples table, during some of its batches (positions in its own
+    order)."""
+
+    shard: int
+    rows: tuple[int, ...]
+    first_batch: int
+    last_batch: int
+
+
+class ShardCache:
+    """The shards of one reader. One consumer thread; made by it, and closed by it.
+
+    Args:
+        needs: at most one a shard, in the order of their first batch. All that are live at one time must fit into
+            `cache_bytes` (`peak_bytes` tells); what is left of it is used to fetch ahead and to keep whole shards.
+        folder: None for a local store, whose shards are mapped where they lie.
+        verified: names of what this process has verified already; grows.
+    """
+
+    def __init__(
+        self, dataset: Dataset, needs: Sequence[Need], folder: Path | None, cache_bytes: int, verified: set[str]
+    ) -> None:
+        self._dataset, self._needs, self._budget, self._verified = dataset, needs, cache_bytes, verified
+        self._folder = folder / dataset.digest[:16] if folder is not None else None
+        self._ends: dict[int, list[int]] = {}
+        for need in needs:
+            self._ends.setdefault(need.last_batch, []).append(need.shard)
+        self._open: dict[int, MappedShard] = {}
+        self._sizes: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        if self._folder is not None:
+            with self._explained():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._sweep_parts()
+        self._thread = threading.Thread(target=self._run, name="eyas-prefetch", daemon=True)
+        self._thread.start()
+
+    def shard(self, shard: int) -> MappedShard:
+        """The mapped shard, once it is there.
+
+        Raises:
+            DatasetError: its bytes are not those of the manifest.
+            StoreError: it cannot be fetched or kept.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: shard in self._open or self._error is not None)
+            if shard in self._open:
+                return self._open[shard]
+            assert self._error is not None
+            raise self._error
+
+    def done_with(self, batch: int) -> None:
+        """Lets go of what no batch after this one needs."""
+        with self._changed:
+            for shard in self._ends.get(batch, ()):
+                del self._open[shard], self._sizes[shard]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._open.clear()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            for need in self._needs:
+                cost = need_bytes(self._dataset, need)
+                with self._changed:
+                    while not self._closed and sum(self._sizes.values()) + cost > self._budget:
+                        self._changed.wait()
+                    if self._closed:
+                        return
+                    self._sizes[need.shard] = cost
+                with self._explained():
+                    mapped = self._fetch(need)
+                with self._changed:
+                    self._open[need.shard] = mapped
+                    self._changed.notify_all()
+        except BaseException as exc:  # handed to the consumer, which raises it
+            with self._changed:
+                self._error = exc
+                self._changed.notify_all()
+
+    def _fetch(self, need: Need) -> MappedShard:
+        record, layout = self._dataset.manifest.shards[need.shard], self._dataset.manifest.layout(need.shard)
+        key = self._dataset.key(record)
+        whole = _is_whole(self._dataset, need)
+        local = self._dataset.store.local_path(key)
+        if local is None and not whole:
+            with self._ranges(need, key) as path:
+                mapped = MappedShard(path, layout)
+            self._verify_samples(mapped, need, key, remember=False)
+            return mapped
+        path = local or self._whole(need, key)
+        if not path.exists():
+            raise damaged(self._dataset.store.object_uri(key), "the shard is missing")
+        mapped = MappedShard(path, layout)
+        if whole:
+            self._verify_file(path, need, key)
+        else:
+            self._verify_samples(mapped, need, key, remember=True)
+        return mapped
+
+    def _whole(self, need: Need, key: str) -> Path:
+        """The shard's file in the cache, fetched unless it is there from an earlier epoch or run."""
+        assert self._folder is not None
+        record = self._dataset.manifest.shards[need.shard]
+        path = self._folder / Path(record.key).name
+        if path.exists() and path.stat().st_size == record.size:
+            os.utime(path)  # the least recently used go first
+            return path
+        self._make_room()
+        part = self._folder / f".part-{uuid.uuid4().hex}"
+        try:
+            digest = self._dataset.store.download(key, record.size, part)
+            if digest.sha256 != record.sha256:
+                raise damaged(self._dataset.store.object_uri(key), f"sha256 {digest.sha256[:16]}")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        self._verified.add(str(path))
+        return path
+
+    @contextlib.contextmanager
+    def _ranges(self, need: Need, key: str) -> Iterator[Path]:
+        """A file of the shard's size with the needed rows in their places; its name is gone after the block."""
+        assert self._folder is not None
+        self._make_room()
+        layout = self._dataset.manifest.layout(need.shard)
+        places = map(self._dataset.place, need.rows)
+        spans = sorted(span for _, row, tokens in places for span in layout.sample_spans(row, tokens).values())
+        path = self._folder / f".part-{uuid.uuid4().hex}"
+        try:
+            with open(path, "xb") as file:
+                file.truncate(layout.file_bytes)
+
+                def fetch(span: tuple[int, int]) -> None:
+                    data = self._dataset.store.get_range(key, *span)
+                    if os.pwrite(file.fileno(), data, span[0]) != len(data):
+                        raise OSError(28, "No space left on device", str(path))
+
+                with ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="eyas-range") as pool:
+                    list(pool.map(fetch, _merged(spans)))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _verify_file(self, path: Path, need: Need, key: str) -> None:
+        record = self._dataset.manifest.shards[need.shard]
+        if str(path) in self._verified:
+            return
+        digest = digest_file(path)
+        if digest.sha256 != record.sha256:
+            where = self._dataset.store.object_uri(key)
+            if self._folder is not None and path.parent == self._folder:
+                path.unlink(missing_ok=True)  # a damaged copy: the next run fetches it again
+                where = str(path)
+            raise damaged(where, f"sha256 {digest.sha256[:16]}, not the manifest's {record.sha256[:16]}")
+        self._verified.add(str(path))
+
+    def _verify_samples(self, mapped: MappedShard, need: Need, key: str, *, remember: bool) -> None:
+        for row in need.rows:
+            _, entry = self._dataset.entry(row)
+            if entry.id in self._verified:
+                continue
+            problem = mapped.rows(entry.row, entry.tokens).problem(entry, self._dataset.manifest.after_block)
+            if problem:
+                raise damaged(self._dataset.store.object_uri(key), f"sample {entry.id}: {problem}")
+            if remember:
+                self._verified.add(entry.id)
+
+    # -- the folder
+
+    def _make_room(self) -> None:
+        """Removes whole shards nobody needs now, least recently used first, until all that is live fits."""
+        assert self._folder is not None
+        with self._changed:
+            total = sum(self._sizes.values())
+            live = {Path(self._dataset.manifest.shards[shard].key).name for shard in self._sizes}
+        idle = [(path.stat(), path) for path in self._folder.glob("*.safetensors") if path.name not in live]
+        total += sum(status.st_size for status, _ in idle)
+        for status, path in sorted(idle, key=lambda pair: pair[0].st_mtime):
+            if total <= self._budget:
+                return
+            total -= status.st_size
+            path.unlink(missing_ok=True)
+            self._verified.discard(str(path))
+
+    def _sweep_parts(self) -> None:
+        """Removes what a killed run left half fetched."""
+        assert self._folder is not None
+        for path in self._folder.glob(".part-*"):
+            if time.time() - path.stat().st_mtime > STALE_PART_S:
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise StoreError(f"cache {self._folder}", f"{exc.strerror or exc}", "a folder with room for "
+                             f"{self._budget / 1e9:.1f} GB that can be written",
+                             "Free space, or set another cache folder or a smaller cache.") from exc  # fmt: skip
+
+
+def need_bytes(dataset: Dataset, need: Need) -> int:
+    """Bytes at hand that a need takes."""
+    return dataset.manifest.shards[need.shard].size if _is_whole(dataset, need) else _wanted(dataset, need)
+
+
+def peak_bytes(dataset: Dataset, needs: Sequence[Need]) -> int:
+    """The most bytes that batches need at one time: the least a cache must hold."""
+    changes: dict[int, int] = {}
+    for need in needs:
+        cost = need_bytes(dataset, need)
+        changes[need.first_batch] = changes.get(need.first_batch, 0) + cost
+        changes[need.last_batch + 1] = changes.get(need.last_batch + 1, 0) - cost
+    peak = now = 0
+    for batch in sorted(changes):
+        now += changes[batch]
+        peak = max(peak, now)
+    return peak
+
+
+def _wanted(dataset: Dataset, need: Need) -> int:
+    layout = dataset.manifest.layout(need.shard)
+    row_bytes = sum(size for name, (_, _, size) in layout.tensors().items() if name != "offsets")
+    return sum(dataset.place(row)[2] for row in need.rows) * row_bytes
+
+
+def _is_whole(dataset: Dataset, need: Need) -> bool:
+    return _wanted(dataset, need) >= WHOLE_FROM * dataset.manifest.shards[need.shard].size
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted spans (first byte, length) joined over small gaps and cut to BLOCK_BYTES."""
+    merged: list[list[int]] = []
+    for start, length in spans:
+        if merged and start - merged[-1][1] <= GAP_BYTES:
+            merged[-1][1] = max(merged[-1][1], start + length)
+        else:
+            merged.append([start, start + length])
+    return [(at, min(BLOCK_BYTES, stop - at)) for start, stop in merged for at in range(start, stop, BLOCK_BYTES)]
