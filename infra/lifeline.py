@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -53,9 +54,8 @@ def identity(pid: int) -> dict[str, int | None]:
     return {"pid": pid, "start_time": start_time(pid)}
 
 
-def descendants(root: int) -> list[int]:
-    """All living descendants of a process, zombies left out."""
-    children: dict[int, list[int]] = {}
+def _living() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, session) of every process, zombies left out."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -64,7 +64,14 @@ def descendants(root: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended while we looked
         if fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append(int(entry))
+            yield int(entry), int(fields[1]), int(fields[3])
+
+
+def descendants(root: int) -> list[int]:
+    """All living descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, _ in _living():
+        children.setdefault(parent, []).append(pid)
     found: list[int] = []
     queue = [root]
     while queue:
@@ -72,6 +79,16 @@ def descendants(root: int) -> list[int]:
         found += below
         queue += below
     return found
+
+
+def orphans_of(session: int) -> list[int]:
+    """Members of a session whose leader is gone.
+
+    Linux gives a number that is still the name of a session to no new process, so with no such process the members can
+    only be what that leader left behind.
+    """
+    members = [pid for pid, _, of in _living() if of == session]
+    return members if start_time(session) is None else []
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
@@ -94,7 +111,7 @@ def end_processes(pids: list[int], grace_s: float) -> None:
     _wait_until(lambda: not left(), KILL_DEADLINE_S)
 
 
-def _wait_until(done, seconds: float) -> None:  # type: ignore[no-untyped-def]
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not done() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -209,29 +209,30 @@ def read_record(pid_file: Path) -> dict[str, Any] | None:
 
 
 def running(pid_file: Path) -> list[int]:
-    """Which of the recorded lifeline and command still run: same pid, same start time, same boot."""
+    """What still runs of a recorded start, the lifeline first: same pid, same start time, same boot.
+
+    If the lifeline was killed, what is left in its session counts as well. A number that meanwhile belongs to another
+    process never does.
+    """
     record = read_record(pid_file)
     if record is None or record["boot_id"] != lifeline.boot_id():
         return []
-    return [entry["pid"] for entry in (record["lifeline"], record["command"]) if _is_same(entry)]
+    found = [entry["pid"] for entry in (record["lifeline"], record["command"]) if _is_same(entry)]
+    return list(dict.fromkeys(found + lifeline.orphans_of(record["lifeline"]["pid"])))
 
 
 def end_recorded(pid_file: Path, grace_s: float = 15.0) -> bool:
     """End what a pid file names, whoever owns it, with all descendants; then remove the file.
 
-    A number that meanwhile belongs to another process is never touched.
-
     Returns:
         Whether anything was still running.
     """
     found = running(pid_file)
-    if found:
-        record = read_record(pid_file)
-        assert record is not None
-        if record["lifeline"]["pid"] in found:  # it does the rest itself
-            lifeline.end_processes([record["lifeline"]["pid"]], grace_s + lifeline.KILL_DEADLINE_S)
-        left = [pid for pid in running(pid_file)]
-        lifeline.end_processes([*left, *(pid for root in left for pid in lifeline.descendants(root))], grace_s)
+    record = read_record(pid_file)
+    if record is not None and found[:1] == [record["lifeline"]["pid"]]:  # it does the rest itself
+        lifeline.end_processes(found[:1], grace_s + lifeline.KILL_DEADLINE_S)
+    left = running(pid_file)
+    lifeline.end_processes([*left, *(pid for root in left for pid in lifeline.descendants(root))], grace_s)
     Path(pid_file).unlink(missing_ok=True)
     return bool(found)
 
