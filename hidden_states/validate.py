@@ -186,10 +186,10 @@ def _check_values(dump: Dump, sample: Sample, expectation: Expectation, where: s
             at = int((~finite).nonzero()[0])
             count = int((~finite).sum())
             raise BadDump("finite", where, f"{name} has NaN or infinite values in {count} rows, first in row {at}")
-        at = _first_padded_row(rows, ids)
-        if at is not None:
+        padded = _first_padded_row(rows, ids)
+        if padded is not None:
             raise BadDump(
-                "padding", where, f"row {at} of {name} holds no state of its own (zeros or a copy)", None, _AGAIN
+                "padding", where, f"row {padded} of {name} holds no state of its own (zeros or a copy)", None, _AGAIN
             )
         _check_precision(rows, name, where)
     for one, other in itertools.combinations(names, 2):

@@ -1,6 +1,7 @@
 """Single matrices out of a target's safetensors files, memory-mapped: a head of 2.3 GB is never loaded as a whole."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class TargetWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def parameters(self) -> int:
+        """Number of values in all tensors."""
+        return sum(math.prod(self.shape(name)) for name in self._files)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a matrix, in the file's dtype."""
