@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from eyas_capture import contract
 
+from benchmarks import tiny_kimi
 from benchmarks.capture_server import Served, capture_server, max_abs_diff, prompt
 from tests.tiny_models import BLOCKS, KINDS, make_tiny
 
@@ -88,14 +89,22 @@ def two_ranks(served: Served, model: Path) -> Iterator[Case]:
 
 def run_kind(kind: str, work: Path) -> Iterator[Case]:
     """All cases of one family."""
-    model = make_tiny(kind, work / kind / "model")
+    model, reference = _models(kind, work / kind / "model")
     for name, flags, env, cases in (
         ("whole", {}, {}, whole_prompts),
         ("chunks", {"chunked-prefill-size": 64, "enable-mixed-chunk": True}, {}, chunked_and_mixed),
         ("tp2", {"tp-size": 2}, TP2_ENV, two_ranks),
     ):
         with capture_server(model, work / kind / name, flags=flags, env=ENV | env) as served:
-            yield from ((f"{kind}: {case}", diff) for case, diff in cases(served, model))
+            yield from ((f"{kind}: {case}", diff) for case, diff in cases(served, reference))
+
+
+def _models(kind: str, folder: Path) -> tuple[Path, Path]:
+    """What to serve, and what to compare with."""
+    if kind == tiny_kimi.KIND:
+        return tiny_kimi.make_tiny_kimi(folder)
+    model = make_tiny(kind, folder)
+    return model, model
 
 
 def bfloat16_different(kind: str, work: Path) -> int:
@@ -139,7 +148,7 @@ def bfloat16_different(kind: str, work: Path) -> int:
 def main() -> None:
     """Run everything and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, tiny_kimi.KIND])
     kinds = parser.parse_args().kinds
     assert AFTER_BLOCK[-1] < BLOCKS - 1
     torch.set_num_threads(1)
