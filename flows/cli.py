@@ -53,10 +53,9 @@ def inspect(args: argparse.Namespace) -> int:
 
 def up(args: argparse.Namespace) -> int:
     """`eyas up`: the local Prefect server, MLflow and object store, to look at the pages."""
+    from flows.environment import state_dir
     from flows.stack_view import print_stack
     from infra.services import LocalStack
-
-    from flows.environment import state_dir
 
     _answer(args, LocalStack(state_dir()).up(), print_stack)
     return 0
@@ -117,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         return _refuse(args, refusal)
     except KeyboardInterrupt:
-        print(f"\neyas {args.command}: interrupted. Nothing is lost; the same command goes on from here.", file=sys.stderr)
+        print(
+            f"\neyas {args.command}: interrupted. Nothing is lost; the same command goes on from here.", file=sys.stderr
+        )
         return 130
     except BrokenPipeError:  # the reader (head, less) left early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,7 +12,9 @@ def print_plan(plan: dict[str, Any]) -> None:
     """Print a plan as a table, then what could not be checked from here."""
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("target", f"{plan['target']} ({plan['num_blocks']} blocks, hidden size {number(plan['hidden_size'])})")
+    table.add_row(
+        "target", f"{plan['target']} ({plan['num_blocks']} blocks, hidden size {number(plan['hidden_size'])})"
+    )
     table.add_row("captured", f"outputs of blocks {plan['after_block']} and the final state, {plan['dtype']}")
     table.add_row("bytes a token", f"{number(plan['bytes_per_token'])}")
     if plan["samples"] is not None:

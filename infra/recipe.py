@@ -26,7 +26,7 @@ class Target(Section):
 
 class Server(Section):
     python: str | None = Field(None, description="interpreter of the environment SGLang is installed in")
-    url: str | None = Field(None, description="a server that already runs, in place of `python`")
+    url: str | None = Field(None, description="capture from this server, which already runs, instead of starting one")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu adds the flags of infra/sglang_cpu")
     tp_size: Positive = Field(1, description="GPUs the target is split over")
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="loopback port; left out = a free one")
@@ -43,9 +43,9 @@ class Server(Section):
     request_timeout_s: Positive = Field(600, description="seconds one request may take")
 
     @model_validator(mode="after")
-    def _one_server(self) -> "Server":
-        if (self.python is None) == (self.url is None):
-            raise ValueError("give either `python` (Eyas starts the server) or `url` (it already runs)")
+    def _some_server(self) -> "Server":
+        if self.python is None and self.url is None:
+            raise ValueError("give `python` (Eyas starts the server), or `url` (capture from one that already runs)")
         if self.url is not None and self.dump_dir is None:
             raise ValueError("with `url`, `dump_dir` must name the folder that server writes its dumps to")
         return self
@@ -79,8 +79,8 @@ class Data(Section):
     when_too_long: Literal["cut", "skip", "refuse"] = Field("cut", description="what happens to longer ones")
     learn: Literal["all", "last"] = Field("all", description="assistant turns to learn from")
     learn_reasoning: bool = Field(True, description="learn the reasoning part of a reply too")
-    strict: bool = Field(False, description="one bad row ends the run")
-    max_bad_share: Share = Field(0.05, description="more bad rows than this end the run")
+    strict: bool = Field(True, description="the first unusable row ends the run; false = report such rows and go on")
+    max_bad_share: Share = Field(0.05, description="with strict: false, more unusable rows than this end the run")
 
 
 class Regenerate(Section):
@@ -120,7 +120,7 @@ class Train(Section):
     draft_vocab_size: Positive = Field(32000, description="target tokens the drafter can propose")
     ttt_steps: Positive = Field(7, description="training-time-test steps K")
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -128,7 +128,7 @@ class Train(Section):
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of TTT step j: step_decay^j")
     batch_tokens: Positive = Field(16384, description="tokens of an optimiser step")
     steps: Positive | None = Field(None, description="optimiser steps; left out = `epochs` or `max_seconds`")
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     max_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None, description="training ends here even if steps are left; the schedule follows the clock"
     )
@@ -145,6 +145,7 @@ class Train(Section):
 
 
 class Evaluate(Section):
+    enabled: bool = Field(True, description="serve the drafter and measure it; needs `server.python`")
     prompts: Positive = Field(64, description="held-out prompts served")
     max_new_tokens: Positive = 256
     num_steps: Positive = Field(3, description="tokens drafted per verification")
@@ -175,6 +176,15 @@ class Recipe(Section):
     train: Train
     evaluate: Evaluate = Evaluate()
     register_: Register = Field(default=Register(), alias="register")
+
+    @model_validator(mode="after")
+    def _something_serves(self) -> "Recipe":
+        if self.evaluate.enabled and self.server.python is None:
+            raise ValueError(
+                "with `server.url` alone nothing can serve the drafter: add `server.python`, or set `evaluate.enabled` "
+                "to false and register it unmeasured"
+            )
+        return self
 
     @property
     def digest(self) -> str:

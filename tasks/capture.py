@@ -102,7 +102,7 @@ class CaptureSession:
                     where,
                     "no writer of this server is there",
                     "one folder with a writer.json per replica",
-                    "Is server_patch/ installed in the server's environment, and is this folder the one the server sees "
+                    "Is server_patch/ installed in the server's environment, and is this the folder the server knows "
                     f"as {contract.ENV_DUMP_DIR}? A server on another host needs a worker on that host.",
                 )
             time.sleep(0.2)
@@ -161,7 +161,9 @@ def clear_warm_up(job: Job) -> int:
     capture = need(job.capture, "capture server")
     removed = capture.clear()
     job.figures["warmup_dumps_removed"] = removed
-    get_run_logger().info("removed %d warm-up dump%s; counters start at %s", removed, "s" * (removed != 1), capture.base_line)
+    get_run_logger().info(
+        "removed %d warm-up dump%s; counters start at %s", removed, "s" * (removed != 1), capture.base_line
+    )
     return removed
 
 

@@ -9,15 +9,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hidden_states.dataset import Dataset
+from hidden_states.dataset_writer import DatasetWriter
+from hidden_states.plan import Batch
 from hidden_states.store import Store
+from hidden_states.teacher import TeacherHead
+from hidden_states.validate import Expectation
 from infra.recipe import Recipe
 
 if TYPE_CHECKING:
     from tasks.capture import CaptureSession
     from tasks.ledger import Ledger
     from tasks.planning import Plan
-    from tasks.replies import PreparedSamples
+    from tasks.replies import RunSamples
+    from tasks.serving import ServedPrompt
     from tasks.tracking import Tracker
+    from tasks.training import Trained
 
 
 def new_run_id(recipe: Recipe) -> str:
@@ -49,7 +56,20 @@ class Job:
     plan: "Plan | None" = None
     ledger: "Ledger | None" = None
     capture: "CaptureSession | None" = None
-    prepared: "PreparedSamples | None" = None
+    samples: "RunSamples | None" = None
+    expectation: Expectation | None = None
+    teacher: TeacherHead | None = None
+    writer: DatasetWriter | None = None
+    batches: dict[str, Batch] | None = None
+    objects_before: set[str] = field(default_factory=set)
+    dataset: Dataset | None = None
+    trained: "Trained | None" = None
+    prompts: "list[ServedPrompt] | None" = None
+
+    def count(self, **figures: int) -> None:
+        """Add to figures that grow batch by batch."""
+        for name, value in figures.items():
+            self.figures[name] = self.figures.get(name, 0) + value
 
     @contextlib.contextmanager
     def clock(self, step: str) -> Iterator[None]:

@@ -1,54 +1,91 @@
-"""Replies by the target itself: on-policy data, kept in the bucket chunk by chunk so that a kill loses one chunk."""
+"""Samples of a run: the target's own replies to the prompts (on-policy), or the replies the data came with."""
 
-import json
 from dataclasses import dataclass
+from typing import Any
 
 from prefect.logging import get_run_logger
 
-from hidden_states.samples import Sample, sample_from_reply
+from hidden_states.errors import DataError
+from hidden_states.samples import Prompt, Sample, is_held_out, sample_from_reply
 from infra.client import SGLangClient
 from tasks.job import Job, need
-from tasks.planning import Plan, Prompt
+from tasks.ledger import chunks
 from tasks.step import step
-
-CHUNK = 64  # prompts kept per object: a few seconds of work on GPUs, half a minute on a laptop
 
 
 @dataclass(frozen=True)
-class PreparedSamples:
-    """The samples of a run and the prompts kept for serving.
+class RunSamples:
+    """The samples a run extracts, and how many replies were left out by rule.
 
     Attributes:
-        samples: all of them, training and held out.
-        held_out: ids of the held-out ones.
-        served: held-out prompts with the target's own plain reply, where one is known.
+        empty: replies without a token to learn: nothing to train on, left out and counted.
+        cut: replies that met `max_new_tokens`: kept, every token of them is the target's own.
     """
 
     samples: list[Sample]
-    held_out: frozenset[str]
-    served: list[tuple[list[int], list[int] | None]]
+    empty: int = 0
+    cut: int = 0
+
+    def held_out(self, share: float) -> int:
+        """Samples that training must not see."""
+        return sum(is_held_out(sample.digest, share) for sample in self.samples)
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What the target answered to one prompt."""
+@step("regenerate replies", retries=2)
+def regenerate_replies(job: Job) -> None:
+    """Let the target answer every prompt; what an earlier run stored is not asked again."""
+    plan, ledger, capture = need(job.plan, "plan"), need(job.ledger, "ledger"), need(job.capture, "capture server")
+    settings = job.recipe.regenerate
+    if not settings.enabled:
+        job.samples = RunSamples(plan.samples)
+        return
+    capture.revive()
+    log = get_run_logger()
+    known = ledger.replies()
+    done = asked = 0
+    for number, group in enumerate(chunks(plan.prompts)):
+        missing = [prompt for prompt in group if prompt.digest not in known]
+        if missing:
+            answers = _ask(need(capture.client, "client"), missing, job)
+            known |= {answer["prompt"]: answer for answer in answers}
+            kept = [known[prompt.digest] for prompt in group]
+            ledger.keep_replies(number, settings.model_dump(mode="json"), kept)
+            asked += len(missing)
+        done += len(group)
+        log.info("%d of %d replies", done, len(plan.prompts))
+    job.samples = _samples(plan.prompts, known)
+    capture.clear()  # the prompts' own prefills: not what is extracted, and not strangers either
+    job.figures["replies_generated"] = asked
+    log.info("%d samples; %d replies cut at %d tokens, %d empty", len(job.samples.samples), job.samples.cut,
+             settings.max_new_tokens, job.samples.empty)  # fmt: skip
 
-    prompt: str
-    ids: list[int]
-    finish_reason: str
 
-
-def answer(client: SGLangClient, prompts: list[Prompt], job: Job) -> list[Reply]:
-    """Ask the target; replies in the order of `prompts`."""
+def _ask(client: SGLangClient, prompts: list[Prompt], job: Job) -> list[dict[str, Any]]:
     settings, server = job.recipe.regenerate, job.recipe.server
     requests = [
-        client.request(p.ids, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature) for p in prompts
-    ]
+        client.request(p.ids, rid=f"reply-{job.run_id}-{p.digest[:16]}", max_new_tokens=settings.max_new_tokens,
+                       temperature=settings.temperature)
+        for p in prompts
+    ]  # fmt: skip
+    digests = {request.rid: prompt.digest for request, prompt in zip(requests, prompts, strict=True)}
     answers = client.generate_many(
         requests, max_in_flight_tokens=server.max_in_flight_tokens, max_in_flight=server.max_in_flight_requests
     )
-    by_rid = {a.rid: a for a in answers}
-    return [
-        Reply(p.digest, by_rid[r.rid].output_ids, by_rid[r.rid].finish_reason)
-        for p, r in zip(prompts, requests, strict=True)
-    ]
+    return [{"prompt": digests[a.rid], "ids": a.output_ids, "finish": a.finish_reason} for a in answers]
+
+
+def _samples(prompts: list[Prompt], replies: dict[str, dict[str, Any]]) -> RunSamples:
+    samples: dict[str, Sample] = {}
+    empty = cut = 0
+    for prompt in prompts:
+        reply = replies[prompt.digest]
+        try:
+            sample = sample_from_reply(prompt.ids, list(reply["ids"]), prompt.source)
+        except DataError:
+            empty += 1
+            continue
+        cut += reply["finish"] == "length"
+        samples[sample.digest] = sample
+    if not samples:
+        raise DataError("replies", f"all {empty} are empty", "some text", "Does the target's chat template fit it?")
+    return RunSamples([samples[d] for d in sorted(samples)], empty, cut)

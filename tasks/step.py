@@ -43,15 +43,14 @@ def step(
                 return function(job, *args, **kwargs)
 
         return task(
-            timed,
             name=name,
             task_run_name=run_name,
             retries=retries,
-            retry_delay_seconds=[2.0 * 2**n for n in range(retries)] or None,
+            retry_delay_seconds=[2.0 * 2**n for n in range(retries)] or 0,
             retry_jitter_factor=0.5 if retries else None,
             retry_condition_fn=worth_another_try if retries else None,
             cache_policy=NO_CACHE,
             persist_result=False,
-        )
+        )(timed)
 
     return decorate

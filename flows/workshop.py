@@ -1,0 +1,55 @@
+"""What a run needs around it: its folder, its store, and an honest end in MLflow however it goes."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.environment import state_dir
+from hidden_states.errors import Refusal
+from hidden_states.store import Store, open_store
+from infra.recipe import Recipe
+from tasks.job import Job, new_run_id
+
+
+@contextlib.contextmanager
+def open_recipe_store(recipe: Recipe) -> Iterator[Store]:
+    """The recipe's store; the embedded one is started when the recipe asks for S3 and nothing names an endpoint."""
+    section = recipe.store
+    endpoint = section.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if section.uri.startswith("s3://") and section.embedded and endpoint is None and section.profile is None:
+        from infra.services import embedded_store
+
+        bucket = section.uri.removeprefix("s3://").partition("/")[0]
+        with embedded_store(state_dir(), bucket) as url:
+            yield open_store(section.uri, endpoint_url=url, region=section.region)
+    else:
+        yield open_store(section.uri, endpoint_url=endpoint, region=section.region, profile=section.profile)
+
+
+@contextlib.contextmanager
+def workshop(recipe: Recipe) -> Iterator[Job]:
+    """A job with its folder `runs/<run>` and its store. Ends the capture server and the MLflow run in every case.
+
+    A failed run's folder is kept: logs, stacks and evidence are in it.
+    """
+    run_id = new_run_id(recipe)
+    folder = Path("runs").resolve() / run_id
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_recipe_store(recipe))
+        job = Job(recipe, run_id, folder, state_dir(), store)
+        try:
+            yield job
+        except BaseException as error:
+            if job.capture is not None:
+                job.capture.stop()
+            if job.tracker is not None:
+                job.tracker.tags(
+                    {"eyas.ended": str(error)[:4000] if isinstance(error, Refusal) else repr(error)[:4000]}
+                )
+                job.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+            if not any(folder.iterdir()):
+                shutil.rmtree(folder)
+            raise

@@ -1,0 +1,82 @@
+"""The first step of a run: plan it, look into the bucket, open its MLflow run. Refuses before anything starts."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from tasks.job import Job, need
+from tasks.ledger import Ledger, plan_identity
+from tasks.planning import make_plan
+from tasks.step import step
+from tasks.tracking import Tracker
+
+
+@step("plan", retries=2)
+def plan_run(job: Job) -> None:
+    """Count, refuse what cannot work, choose the dataset's version, open the MLflow run."""
+    recipe, log = job.recipe, get_run_logger()
+    job.plan = make_plan(recipe)
+    job.store.probe()
+    identity = plan_identity(recipe, job.plan.prompts, job.plan.samples)
+    job.ledger = Ledger.choose(job.store, recipe.dataset.name or recipe.name, identity, recipe.dataset.on_complete)
+    job.objects_before = set(job.ledger.objects())
+    job.figures |= {"target": job.target_name, "samples_planned": job.plan.count, "tokens_planned": job.plan.tokens}
+    if job.tracker is None:
+        job.tracker = open_run(job)
+    log.info("%d samples, at most %d tokens, %d bytes a token; dataset %s (%s)", job.plan.count, job.plan.tokens,
+             job.plan.bytes_per_token, job.ledger.uri, job.ledger.state)  # fmt: skip
+    for difference in job.ledger.differs:
+        log.info("a new version, because the last one was made of something else: %s", difference)
+    for reason, rows in (job.plan.report.dropped if job.plan.report else {}).items():
+        log.info("%d rows left out: %s (%s)", rows.count, reason, rows.examples[0])
+
+
+def open_run(job: Job) -> Tracker:
+    """The run in MLflow, with the recipe as parameters and the way back to Prefect as tags."""
+    recipe = job.recipe
+    uri = tracking_uri(job.state)
+    own_artifacts = job.state / "mlflow" / "artifacts" if uri.startswith("sqlite:") else None
+    tags: dict[str, Any] = {
+        "eyas.run": job.run_id,
+        "eyas.recipe": recipe.name,
+        "recipe.sha256": recipe.digest,
+        "prefect.flow_run_id": str(flow_run.get_id()),
+        "prefect.url": str(flow_run.get_flow_run_ui_url()),
+        "git.sha": git_commit(),
+    }
+    tracker = Tracker.open(
+        recipe.register_.experiment or f"eyas/{job.target_name}", job.run_id, tags, uri, own_artifacts
+    )
+    tracker.params(recipe.flat())
+    return tracker
+
+
+def tracking_uri(state: Path) -> str:
+    """MLFLOW_TRACKING_URI, else SQLite in the state folder."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    if given:
+        return given
+    (state / "mlflow").mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{state / 'mlflow' / 'mlflow.db'}"
+
+
+def git_commit() -> str:
+    """Commit of the checkout this code runs from, `+changes` where it was edited; `unknown` outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def count_uploads(job: Job) -> None:
+    """What this run added to the bucket: objects of the dataset that were not there when it began."""
+    now = need(job.ledger, "ledger").objects()
+    added = now.keys() - job.objects_before
+    job.figures |= {"objects_uploaded": len(added), "bytes_uploaded": sum(now[key] for key in added)}

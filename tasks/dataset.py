@@ -1,0 +1,131 @@
+"""The dataset around the batches: what is done already, and the commit."""
+
+import json
+from pathlib import Path
+
+from prefect.logging import get_run_logger
+
+from hidden_states.dataset_writer import DatasetWriter
+from hidden_states.errors import DatasetError, GateError
+from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
+from hidden_states.plan import plan_batches
+from hidden_states.samples import is_held_out
+from hidden_states.teacher import TeacherHead
+from hidden_states.validate import Expectation, check_writer
+from hidden_states.vocab import build_vocab_map, count_tokens
+from tasks.job import Job, need
+from tasks.step import step
+
+
+@step("open dataset", retries=2)
+def open_dataset(job: Job) -> list[str]:
+    """Split the samples into batches and ask the bucket which are done. Returns the ids of those that are not."""
+    recipe, ledger, capture = job.recipe, need(job.ledger, "ledger"), need(job.capture, "capture server")
+    folder = Path(recipe.target.model_path)
+    job.expectation = Expectation.of_target(folder, tuple(recipe.capture.blocks), recipe.target.dtype)
+    writers = capture.writers()
+    for writer in writers:
+        check_writer(writer, job.expectation)
+    job.teacher = TeacherHead.load(folder)
+    fingerprint = capture_fingerprint(folder, mask_rule=mask_rule(job), writer=writers[0])
+    job.writer = DatasetWriter(job.store, ledger.name, fingerprint)
+    job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}
+    done = job.writer.done()
+    missing = [batch_id for batch_id in job.batches if batch_id not in done]
+    for batch_id, sidecar in done.items():
+        if batch_id in job.batches:  # figures of what an earlier run stored
+            job.count(samples_valid=len(sidecar.info.samples), samples_quarantined=len(sidecar.info.left_out),
+                      tokens=sidecar.info.layout.tokens)  # fmt: skip
+    get_run_logger().info(
+        "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
+    )
+    return missing
+
+
+def mask_rule(job: Job) -> str:
+    """How this run's loss masks are made, in one line of the fingerprint."""
+    data = job.recipe.data
+    if job.recipe.regenerate.enabled:
+        return "reply by the target"
+    return f"assistant turns: {data.learn}, reasoning {'learned' if data.learn_reasoning else 'not learned'}"
+
+
+@step("commit dataset", retries=2)
+def commit_dataset(job: Job) -> None:
+    """Write the samples table, the vocabulary map and, last, the manifest."""
+    recipe, writer = job.recipe, need(job.writer, "dataset writer")
+    samples = need(job.samples, "samples").samples
+    _refuse_many_quarantined(job)
+    shape = need(job.plan, "plan").shape
+    training = [s for s in samples if not is_held_out(s.digest, recipe.data.held_out_share)]
+    counts = count_tokens(training, int(shape.vocab_size or 0))
+    vocab = build_vocab_map(counts, recipe.train.draft_vocab_size, _special_ids(recipe.target.model_path))
+    manifest = writer.commit_manifest(
+        need(job.batches, "batches"),
+        vocab_map=vocab.to_bytes(),
+        coverage=vocab.coverage,
+        held_out_share=recipe.data.held_out_share,
+    )
+    job.figures["vocabulary_coverage"] = round(vocab.coverage, 4)
+    get_run_logger().info("committed %s, %d samples, manifest %s", need(job.ledger, "ledger").uri, manifest.samples,
+                          manifest.digest[:16])  # fmt: skip
+
+
+@step("use dataset", retries=2)
+def use_dataset(job: Job) -> None:
+    """Open the committed dataset for training, and check that it is of this target.
+
+    Raises:
+        DatasetError: target, layers or dtype are not the dataset's; names what differs.
+    """
+    recipe = job.recipe
+    job.dataset = need(job.ledger, "ledger").dataset()
+    manifest = job.dataset.manifest
+    expected = Expectation.of_target(recipe.target.model_path, tuple(recipe.capture.blocks), recipe.target.dtype)
+    ours = {
+        **target_fields(Path(recipe.target.model_path)),
+        "after_block": list(expected.after_block),
+        "dtype": expected.dtype,
+    }
+    theirs = {name: manifest.fingerprint.fields.get(name) for name in ours}
+    theirs["after_block"] = list(manifest.after_block)
+    if differing := Fingerprint(ours).differences(Fingerprint(theirs)):  # type: ignore[arg-type]
+        raise DatasetError(
+            job.dataset.uri, f"another target's; ours / theirs: {'; '.join(differing)}", "this recipe's target",
+            "Set dataset.name to a new name, or put the target back.",
+        )  # fmt: skip
+    job.figures |= {
+        "samples_valid": manifest.samples,
+        "samples_quarantined": len(manifest.left_out),
+        "samples_held_out": manifest.held_out_samples,
+        "tokens": manifest.tokens,
+        "dataset_uri": job.dataset.uri,
+        "manifest_digest": job.dataset.digest,
+        "fingerprint": manifest.fingerprint.digest,
+        "sglang_version": str(manifest.fingerprint.fields.get("sglang_version")),
+    }
+
+
+def _refuse_many_quarantined(job: Job) -> None:
+    lost, planned = job.figures.get("samples_quarantined", 0), len(need(job.samples, "samples").samples)
+    allowed = job.recipe.extract.max_quarantined_share
+    if lost > allowed * planned:
+        raise GateError(
+            "extraction", f"{lost} of {planned} samples are quarantined", f"at most a share of {allowed:g}",
+            "The log names each with its reason. Cure the cause and run again, or raise extract.max_quarantined_share.",
+        )  # fmt: skip
+
+
+def _special_ids(model_path: str) -> list[int]:
+    """Special and stop tokens: a drafter that cannot propose them never ends a reply."""
+    folder = Path(model_path)
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config = {**config, **config.get("text_config", {})}
+            for key in ("bos_token_id", "eos_token_id"):
+                value = config.get(key)
+                ids |= set(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    return sorted(ids)

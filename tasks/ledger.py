@@ -1,0 +1,131 @@
+"""Which version of the dataset a run works on. The bucket alone remembers: a kill, another machine, a lost disk change
+nothing.
+
+    <name>-v<k>/plan.json           what the version is made of; written first
+    <name>-v<k>/replies/...json     the target's own replies, chunk by chunk
+    <name>-v<k>/shards, manifest    see hidden_states.dataset_writer
+    <name>-v<k>/runs/<run>.json     the summary of each pipeline run that went to its end: the version is closed
+
+A run goes on with the newest open version of the same plan. A closed one is used again, or followed by a new version,
+as the recipe says.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hidden_states.dataset import Dataset
+from hidden_states.dataset_writer import MANIFEST
+from hidden_states.errors import DatasetError
+from hidden_states.samples import Prompt, Sample
+from hidden_states.store import ObjectExists, Store
+from infra.recipe import Recipe
+
+PLAN, RUNS, REPLIES = "plan.json", "runs", "replies"
+_CHUNK = 64  # prompts an object of replies holds: seconds of work on GPUs, half a minute on a laptop
+
+
+def plan_identity(recipe: Recipe, prompts: list[Prompt], samples: list[Sample]) -> dict[str, Any]:
+    """What makes two runs extract the same samples: the inputs' digests and the settings that shape them.
+
+    How states are captured is not in it: that is the fingerprint's, and a difference there is refused, not versioned.
+    """
+    digests = [p.digest for p in prompts] + [s.digest for s in samples]
+    inputs = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return {
+        "inputs": inputs,
+        "count": len(prompts) + len(samples),
+        "regenerate": recipe.regenerate.model_dump(mode="json"),
+        "data": recipe.data.model_dump(mode="json", exclude={"conversations", "strict", "max_bad_share"}),
+        "batch_tokens": recipe.extract.batch_tokens,
+        "target": recipe.target.model_path.rstrip("/").rpartition("/")[2],
+    }
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One version of a dataset, chosen for a run.
+
+    Attributes:
+        name: the version's name, `<dataset>-v<k>`.
+        state: "new", "resumed" (begun by an earlier run) or "complete" (its manifest is committed).
+        differs: how the newest version's plan differs from this run's, when that is why a new one was made.
+    """
+
+    store: Store
+    name: str
+    state: Literal["new", "resumed", "complete"]
+    differs: tuple[str, ...] = ()
+
+    @classmethod
+    def choose(
+        cls, store: Store, base: str, identity: dict[str, Any], on_complete: Literal["reuse", "new"]
+    ) -> "Ledger":
+        """Find the version to go on with, or begin a new one."""
+        versions = _versions(store, base)
+        differs: tuple[str, ...] = ()
+        if versions:
+            newest = f"{base}-v{max(versions)}"
+            theirs = json.loads(store.get_bytes(f"{newest}/{PLAN}"))
+            differs = tuple(
+                f"{key}: {theirs.get(key)} / {identity[key]}" for key in identity if theirs.get(key) != identity[key]
+            )
+            closed = any(True for _ in store.list(f"{newest}/{RUNS}/"))
+            if not differs and not (closed and on_complete == "new"):
+                complete = store.head(f"{newest}/{MANIFEST}") is not None
+                return cls(store, newest, "complete" if complete else "resumed")
+        name = f"{base}-v{max(versions, default=0) + 1}"
+        try:
+            store.put_bytes(f"{name}/{PLAN}", _json(identity), if_none_match=True)
+        except ObjectExists:
+            raise DatasetError(
+                store.object_uri(name), "another run began this version a moment ago", None,
+                "Run the same command again: it joins that version.",
+            ) from None  # fmt: skip
+        return cls(store, name, "new", differs)
+
+    @property
+    def uri(self) -> str:
+        """Where the dataset is, for people and for `eyas inspect`."""
+        return self.store.object_uri(self.name)
+
+    def dataset(self) -> Dataset:
+        """The committed dataset."""
+        return Dataset.open(self.store, self.name)
+
+    def replies(self) -> dict[str, dict[str, Any]]:
+        """Prompt digest -> reply, from the chunks stored so far."""
+        found: dict[str, dict[str, Any]] = {}
+        for info in self.store.list(f"{self.name}/{REPLIES}/"):
+            for reply in json.loads(self.store.get_bytes(info.key))["replies"]:
+                found[reply["prompt"]] = reply
+        return found
+
+    def keep_replies(self, chunk: int, settings: dict[str, Any], replies: list[dict[str, Any]]) -> None:
+        """Store one chunk of replies with the sampling settings they were made with."""
+        content = {"settings": settings, "replies": replies}
+        self.store.put_bytes(f"{self.name}/{REPLIES}/{chunk:06d}.json", _json(content))
+
+    def close(self, run_id: str, summary: dict[str, Any]) -> None:
+        """Record that a run went to its end with this version."""
+        self.store.put_bytes(f"{self.name}/{RUNS}/{run_id}.json", _json(summary))
+
+    def objects(self) -> dict[str, int]:
+        """Key -> bytes of everything stored of this version."""
+        return {info.key: info.bytes for info in self.store.list(f"{self.name}/")}
+
+
+def chunks(items: list[Prompt]) -> list[list[Prompt]]:
+    """Prompts in the groups their replies are stored in; a function of the plan alone."""
+    return [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
+
+
+def _versions(store: Store, base: str) -> list[int]:
+    pattern = re.compile(re.escape(base) + r"-v(\d+)/" + re.escape(PLAN))
+    return [int(m[1]) for info in store.list(f"{base}-v") if (m := pattern.fullmatch(info.key))]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()

@@ -1,0 +1,235 @@
+"""The plan: what a run will take, and everything that can be refused before it starts."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hidden_states.conversations import read_conversations
+from hidden_states.errors import DataError, RecipeError
+from hidden_states.plan import bytes_per_token
+from hidden_states.report import Report
+from hidden_states.samples import Prompt, Sample, SampleOptions, is_held_out, prepare, prepare_prompts
+from infra.recipe import Recipe
+
+LOCAL_BATCHES = 3  # dumps of one batch, its shard, and a batch that is being captured
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a plan needs of a target's config.json. `context` is its longest sequence in tokens."""
+
+    hidden_size: int
+    num_blocks: int
+    vocab_size: int | None
+    context: int | None
+    dtype: str
+
+    @classmethod
+    def read(cls, folder: Path, dtype: str) -> "TargetShape":
+        """From a Hugging Face folder. A wrapper's language model (Kimi-K2.5: `text_config`) is looked through.
+
+        Raises:
+            RecipeError: no such folder, or a config without the sizes.
+        """
+        path = folder / "config.json"
+        if not path.is_file():
+            raise RecipeError(
+                "target.model_path", f"{folder} is not a model folder", "a Hugging Face folder with config.json",
+                "Correct the path; `python -m infra.demo` makes the demo's model.",
+            )  # fmt: skip
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config = {**config, **config.get("text_config", {})}
+            stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+            return cls(
+                config["hidden_size"], config["num_hidden_layers"], config["vocab_size"],
+                config.get("max_position_embeddings"), stated if dtype == "auto" else dtype,
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecipeError(
+                str(path), f"unusable ({error!r})", "a model's config", "Is the folder complete?"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a run, and its prompts (to be answered by the target) or samples (with their own replies)."""
+
+    shape: TargetShape
+    bytes_per_token: int
+    prompts: list[Prompt]
+    samples: list[Sample]
+    held_out: frozenset[str]
+    report: Report | None
+    not_checked: tuple[str, ...]
+    recipe: Recipe
+    tokens: int
+
+    @property
+    def count(self) -> int:
+        """Samples planned."""
+        return len(self.prompts) or len(self.samples)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for `eyas plan --json`, the summary and the terminal."""
+        recipe = self.recipe
+        known = self.report is not None
+        return {
+            "recipe": recipe.name,
+            "target": recipe.target.model_path,
+            **{k: v for k, v in asdict(self.shape).items()},
+            "after_block": recipe.capture.blocks,
+            "capture_points": [b + 1 for b in recipe.capture.blocks],
+            "bytes_per_token": self.bytes_per_token,
+            "max_tokens": recipe.data.max_tokens,
+            "rows": self.report.rows if self.report else None,
+            "bad_rows": self.report.unusable if self.report else None,
+            "data": self.report.as_dict() if self.report else None,
+            "samples": self.count if known else None,
+            "held_out": len(self.held_out) if known else None,
+            "tokens": self.tokens if known else None,
+            "tokens_are_a_bound": recipe.regenerate.enabled,
+            "batches": -(-self.tokens // recipe.extract.batch_tokens) if known else None,
+            "bytes": self.tokens * self.bytes_per_token if known else None,
+            "local_bytes": self.local_bytes,
+            "store": recipe.store.uri,
+            "dump_dir": recipe.server.dump_dir or "runs/<run>/dumps",
+            "not_checked": list(self.not_checked),
+        }
+
+    @property
+    def local_bytes(self) -> int:
+        """Most bytes on local disk at a time: a few batches, never the dataset."""
+        return LOCAL_BATCHES * self.recipe.extract.batch_tokens * self.bytes_per_token
+
+
+def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
+    """Read the data, count, and refuse what cannot work.
+
+    Args:
+        on_paper: a recipe that states its target's sizes is planned where neither the target nor the data are; the plan
+            then says what it could not check.
+
+    Raises:
+        RecipeError, DataError: the run cannot work; says why.
+    """
+    prompts: list[Prompt]
+    samples: list[Sample]
+    report: Report | None
+    folder = Path(recipe.target.model_path)
+    stated = recipe.target.hidden_size is not None and recipe.target.num_blocks is not None
+    if on_paper and stated and not folder.exists():
+        dtype = recipe.target.dtype if recipe.target.dtype != "auto" else "bfloat16"
+        shape = TargetShape(int(recipe.target.hidden_size or 0), int(recipe.target.num_blocks or 0), None, None, dtype)
+        missing = [f"{folder} is not on this machine, so samples and tokens are not counted"]
+        missing += [f"{path} is not on this machine" for path in recipe.data.conversations if not Path(path).exists()]
+        report, prompts, samples, tokens = None, [], [], 0
+    else:
+        shape, missing = TargetShape.read(folder, recipe.target.dtype), []
+        _refuse_impossible(recipe, shape)
+        prompts, samples, report = _prepare(recipe, shape)
+        tokens = sum(len(s) for s in samples) + sum(len(p.ids) + recipe.regenerate.max_new_tokens for p in prompts)
+    _refuse_blocks(recipe, shape)
+    share = recipe.data.held_out_share
+    digests = [p.digest for p in prompts] + [s.digest for s in samples]
+    held_out = frozenset(digest for digest in digests if is_held_out(digest, share))
+    per_token = bytes_per_token(shape.hidden_size, len(recipe.capture.blocks), shape.dtype)
+    plan = Plan(shape, per_token, prompts, samples, held_out, report, tuple(missing), recipe, tokens)
+    if report is not None:
+        _refuse_small_disk(plan)
+        _refuse_empty_split(plan)
+    return plan
+
+
+def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sample], Report]:
+    from transformers import AutoTokenizer  # 2 s: after the cheap refusals
+
+    data, most = recipe.data, recipe.data.max_conversations
+
+    def rows() -> Any:
+        for path in data.conversations:
+            yield from read_conversations(path, strict=data.strict, max_bad_share=data.max_bad_share)
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
+    )
+    room = data.max_tokens - (recipe.regenerate.max_new_tokens if recipe.regenerate.enabled else 0)
+    options = SampleOptions(
+        learn=data.learn,
+        learn_reasoning=data.learn_reasoning,
+        max_tokens=room,
+        when_too_long=data.when_too_long,
+        vocab_size=shape.vocab_size,
+        strict=data.strict,
+        max_bad_share=data.max_bad_share,
+    )
+    conversations: Any = rows()
+    if recipe.regenerate.enabled:
+        asked = prepare_prompts(conversations, tokenizer, options)
+        prompts, samples, report = asked.prompts[:most], [], asked.report
+    else:
+        given = prepare(conversations, tokenizer, options)
+        prompts, samples, report = [], given.samples[:most], given.report
+    if not prompts and not samples:
+        reasons = report.in_words() or "the files hold no rows"
+        raise DataError(
+            ", ".join(data.conversations), f"no usable conversation: {reasons}", "at least one", "See above."
+        )
+    return prompts, samples, report
+
+
+def _refuse_impossible(recipe: Recipe, shape: TargetShape) -> None:
+    data = recipe.data
+    if shape.context and data.max_tokens > shape.context:
+        raise RecipeError(
+            "data.max_tokens", f"{data.max_tokens} tokens", f"at most the target's context of {shape.context}",
+            "Lower it; the server would refuse longer samples.",
+        )  # fmt: skip
+    if recipe.regenerate.enabled and recipe.regenerate.max_new_tokens >= data.max_tokens:
+        raise RecipeError(
+            "regenerate.max_new_tokens", f"{recipe.regenerate.max_new_tokens} new tokens",
+            f"less than data.max_tokens ({data.max_tokens})", "The prompt needs room too.",
+        )  # fmt: skip
+    if shape.vocab_size and recipe.train.draft_vocab_size > shape.vocab_size:
+        raise RecipeError(
+            "train.draft_vocab_size", f"{recipe.train.draft_vocab_size} tokens",
+            f"at most the target's vocabulary of {shape.vocab_size}", "Lower it.",
+        )  # fmt: skip
+    python = recipe.server.python
+    if python is not None and shutil.which(python) is None:
+        raise RecipeError(
+            "server.python", f"{python} is no program", "SGLang's interpreter", "Run `make setup`, or name it."
+        )
+
+
+def _refuse_blocks(recipe: Recipe, shape: TargetShape) -> None:
+    highest = max(recipe.capture.blocks)
+    if highest > shape.num_blocks - 2:
+        raise RecipeError(
+            "capture", f"the output of block {highest} is asked for",
+            f"at most block {shape.num_blocks - 2} of {shape.num_blocks} (counted from 0)",
+            "The last block's output is not captured as such: the final state, after the norm, comes along anyway.",
+        )  # fmt: skip
+
+
+def _refuse_small_disk(plan: Plan) -> None:
+    place = Path(plan.recipe.server.dump_dir or ".").resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < plan.local_bytes:
+        raise RecipeError(
+            f"disk of {place}", f"{free:,} bytes free", f"{plan.local_bytes:,} bytes for {LOCAL_BATCHES} batches",
+            "Free some, name another server.dump_dir, or lower extract.batch_tokens.",
+        )  # fmt: skip
+
+
+def _refuse_empty_split(plan: Plan) -> None:
+    training = plan.count - len(plan.held_out)
+    if not plan.held_out or not training:
+        raise DataError(
+            "data.held_out_share", f"{len(plan.held_out)} of {plan.count} samples are held out", "some on either side",
+            "Raise data.held_out_share or use more conversations.",
+        )  # fmt: skip

@@ -1,0 +1,104 @@
+"""The end of a run: its summary, the drafter's papers, and its place among the drafters before it."""
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from tasks.begin import count_uploads, git_commit
+from tasks.job import Job, need
+from tasks.model_card import model_card
+from tasks.step import step
+from tasks.tracking import register_version
+
+
+@step("register drafter", retries=2)
+def register_drafter(job: Job) -> None:
+    """Write the drafter's papers, log them to MLflow, and make it the next version of the registered model."""
+    recipe, tracker = job.recipe, need(job.tracker, "MLflow run")
+    folder = job.folder / "drafter"
+    figures = job.figures
+    lineage = {
+        "dataset_uri": figures["dataset_uri"],
+        "manifest_digest": figures["manifest_digest"],
+        "fingerprint": figures["fingerprint"],
+        "recipe": recipe.as_dict(),
+        "recipe_sha256": recipe.digest,
+        "git_commit": git_commit(),
+        "prefect_flow_run_id": str(flow_run.get_id()),
+        "mlflow_run_id": tracker.run_id,
+        "predicted_acceptance_length": figures["predicted_acceptance_length"],
+        "served_acceptance_length": figures.get("served_acceptance_length"),
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    (folder / "lineage.json").write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
+    (folder / "README.md").write_text(model_card(job, lineage))
+    manifest = need(job.dataset, "dataset").manifest
+    tracker.dataset(
+        need(job.ledger, "ledger").name, figures["manifest_digest"], figures["dataset_uri"],
+        json.dumps({"samples": manifest.samples, "tokens": manifest.tokens, "bytes": manifest.total_bytes}),
+    )  # fmt: skip
+    source = tracker.folder(folder, "drafter")
+    name = recipe.register_.model_name or f"eagle3-{job.target_name}"
+    tags = {
+        "fingerprint": figures["fingerprint"],
+        "manifest.sha256": figures["manifest_digest"],
+        "served_acceptance_length": str(figures.get("served_acceptance_length")),
+        "predicted_acceptance_length": str(figures["predicted_acceptance_length"]),
+        "eyas.run": job.run_id,
+    }
+    _, version = register_version(tracker, name, source, tags, f"Trained by {job.run_id} on {figures['dataset_uri']}")
+    figures |= {"model_name": name, "model_version": version}
+    tracker.tags({"drafter.version": f"{name}/{version}", "sglang.version": figures["sglang_version"]})
+    get_run_logger().info("registered %s version %s", name, version)
+
+
+def finish(job: Job) -> dict[str, Any]:
+    """Write `summary.json`, log it, close the dataset's version and the MLflow run, remove what is no longer needed."""
+    tracker, ledger = need(job.tracker, "MLflow run"), need(job.ledger, "ledger")
+    count_uploads(job)
+    wall = job.wall
+    figures = {key: value for key, value in job.figures.items() if key not in ("teacher_agreed", "teacher_strict")}
+    summary: dict[str, Any] = {
+        **{"warmup_dumps_removed": 0, "samples_quarantined": 0, "teacher_positions": 0},
+        **figures,
+        "teacher_agreement": share(job, "teacher_agreed"),
+        "teacher_agreement_strict": share(job, "teacher_strict"),
+        "run": job.run_id,
+        "recipe": job.recipe.name,
+        "mlflow_run_id": tracker.run_id,
+        "prefect_flow_run_id": str(flow_run.get_id()),
+        "drafter_path": str(job.folder / "drafter"),
+        "summary_path": str(job.folder / "summary.json"),
+        "wall_s": wall,
+    }
+    text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
+    (job.folder / "summary.json").write_text(text)
+    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+    tracker.metrics({**numbers, **{f"wall_s/{name.replace(' ', '_')}": s for name, s in wall.items()}})
+    tracker.text(text, "summary.json")
+    tracker.text(json.dumps(job.recipe.as_dict(), indent=1), "recipe.json")
+    ledger.close(job.run_id, summary)
+    tracker.close("FINISHED")
+    clean_up(job)
+    return summary
+
+
+def share(job: Job, key: str) -> float | None:
+    """Share of this run's teacher positions; None when it captured nothing (its dataset was complete already)."""
+    positions = job.figures.get("teacher_positions", 0)
+    return round(job.figures[key] / positions, 6) if positions else None
+
+
+def clean_up(job: Job) -> None:
+    """Remove checkpoints, the control drafter and the empty dump folder of a run that went to its end."""
+    if job.trained is not None:
+        shutil.rmtree(job.trained.checkpoints, ignore_errors=True)
+    shutil.rmtree(job.folder / "control", ignore_errors=True)
+    dumps = job.folder / "dumps"
+    if dumps.is_dir() and not any(Path(dumps).glob("*/req_*")):
+        shutil.rmtree(dumps)

@@ -1,0 +1,174 @@
+"""Training the drafter from the bucket, and the folders SGLang loads."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefect.logging import get_run_logger
+
+from drafter.acceptance import Figures, simulated_acceptance_length
+from drafter.checkpoint import CheckpointFolder
+from drafter.config import DrafterConfig, read_target_config
+from drafter.export import export_drafter
+from drafter.inspect import inspect_drafter
+from drafter.loss import LossConfig
+from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.schedule import Schedule
+from drafter.trainer import StepMetrics, TrainConfig, Trainer
+from hidden_states.errors import TrainingError
+from hidden_states.manifest import HELD_OUT, TRAIN
+from hidden_states.stream import SampleStream
+from tasks.job import Job, need
+from tasks.step import step
+from tasks.tracking import Tracker
+
+REPORT_EVERY_S = 15.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training.
+
+    Attributes:
+        drafter: the best weights by simulated acceptance on the held-out split.
+        control: the same drafter before its first step.
+        checkpoints: the training's folder, removed once the run is registered.
+    """
+
+    drafter: Eagle3Drafter
+    control: Eagle3Drafter
+    figures: Figures
+    checkpoints: Path
+
+
+def train_config(recipe: Any) -> TrainConfig:
+    """The trainer's configuration, from a recipe."""
+    t = recipe.train
+    return TrainConfig(
+        ttt_steps=t.ttt_steps,
+        loss=LossConfig(decay=t.step_decay),
+        schedule=Schedule(lr=t.lr, kind=t.schedule, warmup_steps=t.warmup_steps),
+        betas=(0.9, t.beta2),
+        weight_decay=t.weight_decay,
+        clip=t.clip,
+        max_steps=t.steps,
+        max_seconds=t.max_seconds,
+        epochs=t.epochs,
+        checkpoint_every=t.checkpoint_every,
+        validate_every=t.eval_every,
+        dtype=t.dtype,
+    )
+
+
+@step("train drafter", retries=1)
+def train_drafter(job: Job) -> None:
+    """Train on the bucket's shards, from the newest checkpoint of this very training if there is one."""
+    recipe, dataset = job.recipe, need(job.dataset, "dataset")
+    target = TargetWeights.load(recipe.target.model_path)
+    vocab = dataset.vocab_map()
+    config = DrafterConfig.from_target(
+        read_target_config(recipe.target.model_path), dataset.manifest.after_block, len(vocab.d2t)
+    )
+    drafter, control = (Eagle3Drafter(config, vocab.d2t) for _ in range(2))
+    for model in (drafter, control):
+        model.initialise(target.head, recipe.train.seed)
+    identity = json.dumps([dataset.digest, recipe.train.model_dump(mode="json")], sort_keys=True)
+    checkpoints = job.state / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cache = job.state / "cache"
+
+    def stream(split: str) -> Callable[[int], SampleStream]:
+        return lambda epoch: SampleStream(
+            dataset,
+            split=split,
+            seed=recipe.train.seed,
+            epoch=epoch,
+            batch_tokens=recipe.train.batch_tokens,
+            cache_dir=cache,
+        )
+
+    tracker = need(job.tracker, "MLflow run").child("training", {"stage": "training"})
+    watch = TrainingWatch(tracker, get_run_logger().info)
+    status = "FAILED"
+    try:
+        trainer = Trainer(
+            train_config(recipe), drafter, target, stream(TRAIN), checkpoints,
+            validation=lambda: stream(HELD_OUT)(0), on_step=watch.step, on_validation=watch.validation,
+        )  # fmt: skip
+        result = trainer.run()
+        status = "FINISHED"
+    finally:
+        watch.flush()
+        tracker.close(status)
+    best = CheckpointFolder(checkpoints).load_best()
+    if best is None or result.validation is None:
+        raise TrainingError(
+            "training", "it ended without a validation", "held-out samples", "Raise data.held_out_share."
+        )
+    drafter.load_state_dict(best[0])
+    figures = trainer.evaluate(stream(HELD_OUT)(0))
+    conditional = figures.conditional_acceptance[: recipe.evaluate.num_steps]
+    job.trained = Trained(drafter, control, figures, checkpoints)
+    job.figures |= {
+        "train_steps": result.steps,
+        "train_tokens": result.tokens,
+        "train_tokens_per_s": round(result.tokens / result.seconds, 1),
+        "loss_first": round(result.loss_first, 4),
+        "loss_last": round(result.loss_last, 4),
+        "held_out_top1": [round(x, 4) for x in figures.top1],
+        "predicted_acceptance_length": round(simulated_acceptance_length(conditional), 4),
+    }
+
+
+class TrainingWatch:
+    """Passes a training's figures on: every step to MLflow in batches, a line now and then to the log."""
+
+    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self.tracker, self.say = tracker, say
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        self._said = time.monotonic()
+
+    def step(self, m: StepMetrics) -> None:
+        """One optimiser step."""
+        figures = {f"train/{name}": value for name, value in m.figures.flat().items()}
+        figures |= {"train/lr": m.lr, "train/grad_norm": m.grad_norm, "train/tokens_per_s": m.tokens_per_s}
+        self._waiting.append((m.step, figures))
+        if m.step == 1 or time.monotonic() - self._said >= REPORT_EVERY_S:
+            self._said = time.monotonic()
+            top1 = ", ".join(f"{x:.2f}" for x in m.figures.top1)
+            self.say(f"step {m.step}: loss {m.loss:.3f}, top-1 {top1}, {m.tokens_per_s:,.0f} tokens/s")
+            self.flush()
+
+    def validation(self, step: int, figures: Figures) -> None:
+        """Figures of the held-out split."""
+        self._waiting.append((step, {f"held_out/{name}": value for name, value in figures.flat().items()}))
+        self.say(
+            f"step {step}: held out: loss {figures.loss:.3f}, simulated acceptance {figures.acceptance_length:.3f}"
+        )
+
+    def flush(self) -> None:
+        """Send what waits."""
+        for at, figures in self._waiting:
+            self.tracker.metrics(figures, at)
+        self._waiting.clear()
+
+
+@step("export drafter")
+def export_drafters(job: Job) -> None:
+    """Write the trained drafter, and the untrained control, as folders SGLang loads; check them against the target."""
+    trained, recipe = need(job.trained, "trained drafter"), job.recipe
+    dtype: torch.dtype = getattr(torch, need(job.plan, "plan").shape.dtype, torch.float32)
+    for name, model in (("drafter", trained.drafter), ("control", trained.control)):
+        if name == "control" and not recipe.evaluate.control:
+            continue
+        folder = job.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        export_drafter(model, folder, dtype=dtype)
+        problems = inspect_drafter(folder, recipe.target.model_path).problems
+        if problems:
+            raise TrainingError(str(folder), "; ".join(problems), "a drafter that fits the target", "This is a defect.")
