@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eyas_capture import contract
 
 from benchmarks import tiny_kimi
 from benchmarks.capture_server import Served, capture_server, max_abs_diff, prompt
+from eyas_capture import contract
 from tests.tiny_models import BLOCKS, KINDS, make_tiny
 
 TOLERANCE = 1e-5

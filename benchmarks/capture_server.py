@@ -4,7 +4,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import torch
-from eyas_capture import contract
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from eyas_capture import contract
 from infra.server import CPU_ENV, CPU_FLAGS, ServerSpec, SGLangServer
 
 SGLANG_PYTHON = Path(os.environ.get("EYAS_SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
@@ -55,7 +55,7 @@ class Served:
         sampling = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         return self.post({"input_ids": list(ids), "rid": rid, "sampling_params": sampling} | more)
 
-    def ask_at_once(self, prompts: dict[str, Sequence[int]], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
+    def ask_at_once(self, prompts: Mapping[str, Sequence[int]], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
         """All prompts at the same time; the answer by request id."""
         with ThreadPoolExecutor(max(1, len(prompts))) as pool:
             running = {rid: pool.submit(self.ask, ids, rid, new_tokens, **more) for rid, ids in prompts.items()}

@@ -12,8 +12,9 @@ _VISION = {
     "patch_size": 14, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128,
     "init_pos_emb_height": 8, "init_pos_emb_width": 8, "init_pos_emb_time": 4, "pos_emb_type": "divided_fixed",
     "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "video_attn_type": "spatial_temporal",
-    "mm_projector_type": "patchmerger", "mm_hidden_size": 64, "text_hidden_size": HIDDEN, "projector_hidden_act": "gelu",
-    "projector_ln_eps": 1e-5, "vt_hidden_size": 64, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
+    "mm_projector_type": "patchmerger", "mm_hidden_size": 64, "text_hidden_size": HIDDEN,
+    "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5, "vt_hidden_size": 64,
+    "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
     "vt_intermediate_size": 128,
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What happens on each forward pass: whose rows these are, and where they go.
 
 On every rank the model's capture path is switched on for the same passes, as a function of the batch alone: captured
-blocks may complete a collective that other ranks then must join. Whether rows are *kept* is the writing rank's business.
+blocks may complete a collective that other ranks then must join. Whether rows are *kept* is the writing rank's
+business.
 """
 
 import logging
@@ -49,7 +50,7 @@ class Capture:
         self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
         self._orphans: dict[int, Assembly] = {}  # open assemblies by counter, also those whose request object is gone
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()  # retracted requests prefill again: once is enough
-        self._samples_left: dict[str, int] = {}
+        self._samples_left: dict[str, int] = {}  # by token digest: copies still to come of a prefill with n > 1
 
     # ---- forward thread
 
@@ -71,6 +72,11 @@ class Capture:
             )
         self._requests = {request.rid: request for request in requests}
         self._expected = bool(self._chunks(forward_batch))
+        if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
+            for request in requests:
+                if request.sampling_params.n > 1 and request.sampling_params.max_new_tokens > 0:
+                    # The copies decode, so they are not mistaken for the prefill that came before them.
+                    self._samples_left.pop(contract.tokens_sha256(request.origin_input_ids), None)
         self.close_ended()
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +139,9 @@ class Capture:
             raise Drift(f"captured rows have shapes {shapes}, expected {count} of {(rows, width)}")
         return list(aux)
 
-    def _keep(self, chunks: list[Chunk], input_ids: torch.Tensor, hidden: torch.Tensor, aux: list[torch.Tensor]) -> None:
+    def _keep(
+        self, chunks: list[Chunk], input_ids: torch.Tensor, hidden: torch.Tensor, aux: list[torch.Tensor]
+    ) -> None:
         last = chunks[-1]
         if hidden.shape[0] < last.offset + last.length or input_ids.shape[0] != hidden.shape[0]:
             raise Drift(f"a pass over {input_ids.shape[0]} tokens gave {hidden.shape[0]} rows")

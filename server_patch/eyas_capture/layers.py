@@ -111,9 +111,8 @@ class CaptureLayers:
             seen.append(f"{setter}({ids}) gave {sorted(layers_to_capture)}")
             if sorted(layers_to_capture) == self.points and marked in ([], self.points):
                 return layers_to_capture, [self.inner.layers[n] for n in marked]
-        raise LayersError(
-            f"{type(model).__name__} did not accept capture points {self.points}: {'; '.join(seen) or 'no setter found'}"
-        )
+        tried = "; ".join(seen) or "no setter found"
+        raise LayersError(f"{type(model).__name__} did not accept capture points {self.points}: {tried}")
 
     def _restore(self, model: Any, flags: dict[int, bool]) -> None:
         """Leave the model as SGLang loaded it.

@@ -1,4 +1,4 @@
-"""Entry point of the SGLang plugin (group `sglang.srt.plugins`): does nothing at all without its environment variable."""
+"""Entry point of the SGLang plugin (group `sglang.srt.plugins`): does nothing without its environment variable."""
 
 import logging
 import os

@@ -5,8 +5,8 @@
     chunk 1                   |==========|                     span [32, 96)
     chunk 2                               |===========|        span [96, 130)
 
-A chunk starts where the request's own earlier chunk ended. Anything else is either a prefix-cache hit (a gap: those rows
-are nowhere) or rows computed again after a retraction (an overlap: the rows from the first time are kept).
+A chunk starts where the request's own earlier chunk ended. Anything else is either a prefix-cache hit (a gap: those
+rows are nowhere) or rows computed again after a retraction (an overlap: the rows from the first time are kept).
 """
 
 from array import array

@@ -62,7 +62,9 @@ def _described(rows: torch.Tensor, count: int) -> tuple[str, list[int], int]:
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:
-    return memoryview(rows.view(torch.uint8).numpy()).cast("B") if rows.numel() else memoryview(b"")
+    if not rows.numel():
+        return memoryview(b"")
+    return rows.view(torch.uint8).numpy().data.cast("B")
 
 
 def _write_hashed(descriptor: int, ranges: list[memoryview]) -> str:
@@ -78,4 +80,3 @@ def _write_hashed(descriptor: int, ranges: list[memoryview]) -> str:
 def _write_all(descriptor: int, view: memoryview) -> None:
     while view:
         view = view[os.write(descriptor, view) :]
-

@@ -154,10 +154,10 @@ class Writer:
                 self._write(assembly, reason)
             except OSError as error:
                 name = error.strerror or type(error).__name__
-                self._count(lambda totals, name=name: totals.lost.update([name]))
+                self._lose(name)
                 self.tell(name, "lost dump %d of request %s: %s", assembly.counter, assembly.request_id, error)
             except Exception as error:  # a defect of ours must cost this dump, not the thread and all later dumps
-                self._count(lambda totals, name=type(error).__name__: totals.lost.update([name]))
+                self._lose(type(error).__name__)
                 logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
             finally:
                 assembly.rows = {}
@@ -187,19 +187,16 @@ class Writer:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._count(lambda totals: _published(totals, reason, nbytes))
-
-    def _count(self, change: Callable[[Totals], None]) -> None:
         with self._room:
-            change(self.totals)
+            self.totals.bytes += nbytes
+            if reason is None:
+                self.totals.complete += 1
+            else:
+                self.totals.incomplete[reason] += 1
 
-
-def _published(totals: Totals, reason: str | None, nbytes: int) -> None:
-    totals.bytes += nbytes
-    if reason is None:
-        totals.complete += 1
-    else:
-        totals.incomplete[reason] += 1
+    def _lose(self, why: str) -> None:
+        with self._room:
+            self.totals.lost[why] += 1
 
 
 def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reason: str | None) -> dict[str, Any]:

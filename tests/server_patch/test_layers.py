@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from eyas_capture.layers import CaptureLayers, LayersError, default_blocks
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from eyas_capture import contract, plugin
 from eyas_capture.settings import DEFAULT_QUEUE_BYTES, Settings, SettingsError
 

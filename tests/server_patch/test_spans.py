@@ -1,11 +1,13 @@
 """Chunks of a prefill put together."""
 
 from array import array
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eyas_capture import contract
 from eyas_capture.spans import Assembly
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def begun(tokens: int, base: int = 0) -> Assembly:
@@ -19,7 +21,7 @@ def test_chunks_in_a_row_cover_the_prompt_exactly_once(data: st.DataObject) -> N
     edges = sorted({base, tokens, *data.draw(st.lists(st.integers(base, tokens), max_size=6))})
     assembly = begun(tokens, base)
     rows: list[int] = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         assert not assembly.ended
         take = assembly.take(start, stop)
         assert take is not None and take.at == len(rows)

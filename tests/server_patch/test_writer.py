@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from eyas_capture import contract, identity, states, writer
 from eyas_capture.identity import Identity, process_start_time, sweep_partials
 from eyas_capture.spans import Assembly
 from eyas_capture.writer import Writer
-from safetensors.torch import load_file
 
 H = 8
 

@@ -1,0 +1,355 @@
+"""Whose rows a pass computes, over every kind of batch: random batches against a model that is easy to check."""
+
+import gc
+import json
+import random
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyas_capture import contract
+from eyas_capture.capture import Capture
+from eyas_capture.identity import Identity
+from eyas_capture.layers import CaptureLayers
+from eyas_capture.writer import Writer
+from tests.server_patch.test_layers import Llama
+
+H = 4
+AFTER_BLOCK = (1, 3)
+
+
+class Request:
+    """What the plugin reads of SGLang's Req."""
+
+    def __init__(self, rid: str, tokens: int, n: int = 1, max_new_tokens: int = 1) -> None:
+        self.rid = rid
+        self.origin_input_ids = array("q", [hash((rid, k)) % 1000 for k in range(tokens)])
+        self.sampling_params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens)
+        self.lora_id: str | None = None
+        self.multimodal_inputs: Any = None
+        self.input_embeds: Any = None
+        self.to_finish: Any = None
+        self.over = False
+
+    def finished(self) -> bool:
+        return self.over
+
+
+class Mode:
+    def __init__(self, prefill: bool) -> None:
+        self.prefill = prefill
+
+    def is_extend_without_speculative(self) -> bool:
+        return self.prefill
+
+
+class Model:
+    """A pass whose rows tell which token they belong to and which block made them."""
+
+    def __init__(self, packed: bool) -> None:
+        self.llama = Llama(6)
+        self.packed = packed
+        self.passes = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
+        self.passes += 1
+        final = input_ids[:, None].repeat(1, H).float()
+        on = self.llama.model.layers_to_capture
+        if not on:
+            return final
+        aux = [final + 1000 * point for point in on]
+        return final, torch.cat(aux, dim=-1) if self.packed else aux
+
+
+class Bench:
+    """A capture with its model and writer; `run` is one scheduler step."""
+
+    def __init__(self, folder: Path, mode: str = "all", packed: bool = True) -> None:
+        self.model = Model(packed)
+        self.writer = Writer(Identity(folder, None, {}), 1 << 20, wait_when_full=True)
+        layers = CaptureLayers(self.model.llama, AFTER_BLOCK)
+        self.capture = Capture(layers, mode, self.writer, torch.device("cpu"))
+        self.writer.start(lambda: None)
+        self.folder = self.writer.identity.folder
+
+    def batch(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> Any:
+        """(request, start, stop) of each; rows at and beyond the prompt's end are made-up output tokens."""
+        ids = [r.origin_input_ids[k] if k < len(r.origin_input_ids) else -1 for r, a, b in parts for k in range(a, b)]
+        return SimpleNamespace(
+            forward_mode=Mode(prefill),
+            rids=[r.rid for r, _, _ in parts],
+            extend_seq_lens_cpu=[b - a for _, a, b in parts],
+            extend_prefix_lens_cpu=[a for _, a, _ in parts],
+            input_ids=torch.tensor(ids),
+        )
+
+    def announce(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> Any:
+        batch = self.batch(parts, prefill)
+        self.capture.announce([r for r, _, _ in parts], batch)
+        return batch
+
+    def run(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> None:
+        batch = self.announce(parts, prefill)
+        result = self.capture.forward(self.model.forward, (batch.input_ids, None, batch), {})
+        assert isinstance(result, torch.Tensor), "the caller must see what the stock model returns"
+        assert torch.equal(result[:, 0], batch.input_ids.float())
+
+    def end(self) -> dict[str, dict[str, Any]]:
+        """Every record by request id, each checked against the model."""
+        assert self.writer.stop(10)
+        records = {}
+        for path in self.folder.glob("req_*"):
+            record = json.loads((path / contract.RECORD_FILE).read_text())
+            tensors = load_file(path / contract.STATES_FILE)
+            rows = [k for a, b in record["spans"] for k in range(a, b)]
+            expected = tensors[contract.INPUT_IDS][rows].float()[:, None].expand(-1, H)
+            assert torch.equal(tensors[contract.FINAL], expected)
+            for block in AFTER_BLOCK:
+                assert torch.equal(tensors[contract.block_tensor(block)], expected + 1000 * (block + 1))
+            assert record["request_id"] not in records, "one dump a request"
+            records[record["request_id"]] = record
+        return records
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        return self.writer.totals.as_json()
+
+
+@pytest.fixture(params=["packed", "list"])
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Both forms in which model files return captured rows."""
+    one = Bench(tmp_path, packed=request.param == "packed")
+    yield one
+    one.writer.stop(10)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_schedules_give_every_request_its_own_rows(bench: Bench, seed: int) -> None:
+    """Chunks of several requests interleave, decode rows ride along, some hit the cache, some are retracted."""
+    rng = random.Random(seed)
+    requests = [Request(f"r{k}", rng.randint(1, 60)) for k in range(12)]
+    at = {r: rng.randrange(len(r.origin_input_ids)) if rng.random() < 0.2 else 0 for r in requests}
+    first = dict(at)
+    while at:
+        parts = []
+        for r in rng.sample(sorted(at, key=lambda r: r.rid), min(len(at), rng.randint(1, 5))):
+            tokens = len(r.origin_input_ids)
+            if at[r] > tokens + 4:
+                del at[r]
+                continue
+            if at[r] and rng.random() < 0.15:  # retracted; its own rows may still be in the cache, or not
+                at[r] = rng.randint(first[r], min(at[r], tokens - 1))
+            stop = at[r] + 1 if at[r] >= tokens else min(tokens, at[r] + rng.randint(1, 25))
+            parts.append((r, at[r], stop))
+            at[r] = stop
+        if parts:
+            bench.run(parts)
+    records = bench.end()
+    assert records.keys() == {r.rid for r in requests}
+    for r in requests:
+        record = records[r.rid]
+        assert record["tokens_sha256"] == contract.tokens_sha256(r.origin_input_ids)
+        assert record["prefix_cached"] == first[r]
+        assert record["complete"] == (first[r] == 0)
+    assert sorted(record["counter"] for record in records.values()) == list(range(12))
+
+
+def test_numbers_are_given_in_the_order_of_first_rows(bench: Bench) -> None:
+    long, short = Request("long", 40), Request("short", 3)
+    bench.run([(long, 0, 20)])
+    bench.run([(short, 0, 3)])
+    bench.run([(long, 20, 40)])
+    records = bench.end()
+    assert (records["long"]["counter"], records["short"]["counter"]) == (0, 1)
+    assert records["long"]["spans"] == [[0, 20], [20, 40]]
+
+
+def test_decode_passes_run_the_stock_model(bench: Bench) -> None:
+    r = Request("r", 5)
+    bench.run([(r, 0, 5)])
+    bench.run([(r, 5, 6)], prefill=False)
+    bench.run([(r, 6, 7)])  # the same as part of a mixed batch
+    assert bench.end().keys() == {"r"}
+
+
+def test_a_request_retracted_after_its_prompt_is_not_captured_again(bench: Bench) -> None:
+    r = Request("r", 5)
+    bench.run([(r, 0, 5)])
+    bench.run([(r, 0, 8)])  # prompt and output are prefilled together
+    assert bench.end()["r"]["spans"] == [[0, 5]] and bench.totals["captured"] == 1
+
+
+def test_a_client_may_use_a_request_id_again(bench: Bench) -> None:
+    for tokens in (4, 6):
+        bench.run([(Request("same", tokens), 0, tokens)])
+    assert bench.writer.stop(10)
+    lengths = [json.loads(p.read_text())["tokens"] for p in sorted(bench.folder.glob("req_*/record.json"))]
+    assert lengths == [4, 6]
+
+
+@pytest.mark.parametrize("how", ["finished", "to_finish", "object gone"])
+def test_an_aborted_prefill_is_published_as_far_as_it_came(bench: Bench, how: str) -> None:
+    aborted, other = Request("aborted", 40), Request("other", 3)
+    bench.run([(aborted, 0, 16)])
+    if how == "finished":
+        aborted.over = True
+    elif how == "to_finish":
+        aborted.to_finish = "abort"
+    else:
+        gone = weakref.ref(aborted)
+        bench.capture._requests.clear()
+        del aborted
+        gc.collect()
+        assert gone() is None
+    bench.run([(other, 0, 3)])
+    record = bench.end()["aborted"]
+    assert record["spans"] == [[0, 16]] and record["incomplete_reason"] == contract.ABORTED
+    assert bench.totals["pending"] == 0
+
+
+def test_an_abort_on_an_idle_server_is_found_by_the_clock(bench: Bench) -> None:
+    aborted = Request("aborted", 40)
+    bench.run([(aborted, 0, 16)])
+    aborted.over = True
+    bench.capture.close_ended()  # what the writer's tick calls
+    assert bench.end()["aborted"]["incomplete_reason"] == contract.ABORTED
+
+
+def test_the_stump_of_a_request_that_was_refused_is_not_captured(bench: Bench) -> None:
+    """SGLang cuts the prompt of an aborted request to one token and runs it all the same."""
+    r = Request("refused", 1)
+    r.to_finish = "abort"
+    bench.run([(r, 0, 1)])
+    assert bench.end() == {} and bench.totals["captured"] == 0
+
+
+def test_a_stopping_server_publishes_what_it_has(bench: Bench) -> None:
+    bench.run([(Request("cut", 40), 0, 16)])
+    bench.capture.close_all(contract.SERVER_STOPPED)
+    assert bench.end()["cut"]["incomplete_reason"] == contract.SERVER_STOPPED
+
+
+@pytest.mark.parametrize("copies_decode", [True, False])
+def test_parallel_sampling_gives_one_dump(bench: Bench, copies_decode: bool) -> None:
+    """SGLang prefills once with max_new_tokens 0 and then n times, under made-up ids."""
+    for round_ in range(2):
+        warm = Request("tokens", 9, n=3, max_new_tokens=0)
+        warm.rid = f"warm-{round_}"
+        bench.run([(warm, 0, 9)])
+        for k in range(3):
+            copy = Request("tokens", 9, n=3, max_new_tokens=8 if copies_decode else 0)
+            copy.rid = f"copy-{round_}-{k}"
+            bench.run([(copy, 8, 9)])
+    assert bench.end().keys() == {"warm-0", "warm-1"}
+
+
+def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, mode="opted-in")
+    theirs, ours = Request("theirs", 6), Request(f"{contract.OPT_IN_PREFIX}1-a", 7)
+    bench.run([(theirs, 0, 6), (ours, 0, 7), (Request("more", 3), 0, 3)])
+    bench.run([(Request("alone", 5), 0, 5)])
+    assert bench.end().keys() == {ours.rid}
+
+
+def test_health_probes_are_never_captured(bench: Bench) -> None:
+    bench.run([(Request(f"{contract.HEALTH_PREFIX}_1", 1), 0, 1)])
+    assert bench.end() == {} and bench.totals["captured"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("lora_id", contract.ADAPTER),
+        ("multimodal_inputs", contract.NOT_ONLY_TOKENS),
+        ("input_embeds", contract.NOT_ONLY_TOKENS),
+    ],
+)
+def test_states_that_tokens_alone_do_not_give_are_never_complete(bench: Bench, field: str, reason: str) -> None:
+    r = Request("r", 5)
+    setattr(r, field, "something")
+    bench.run([(r, 0, 5)])
+    assert bench.end()["r"]["incomplete_reason"] == reason
+
+
+def test_a_multimodal_wrapper_passes_no_ids(bench: Bench) -> None:
+    """Kimi-K2.5 hands embeddings to its text model; the batch still has the ids."""
+    r = Request("r", 5)
+    batch = bench.announce([(r, 0, 5)])
+    forward: Callable[..., Any] = lambda ids, positions, fb, input_embeds: bench.model.forward(fb.input_ids, None, fb)  # noqa: E731
+    bench.capture.forward(forward, (None, None, batch), {"input_embeds": torch.zeros(5, H)})
+    assert bench.end()["r"]["complete"]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda hidden: hidden,
+        lambda hidden: (hidden, torch.zeros(len(hidden), H)),
+        lambda hidden: (hidden, [torch.zeros(len(hidden), H)] * 3),
+        lambda hidden: (hidden[:-1], torch.zeros(len(hidden) - 1, 2 * H)),
+    ],
+    ids=["nothing captured", "one block", "three blocks", "a row short"],
+)
+def test_a_model_that_captures_something_else_ends_capture_and_not_the_server(
+    bench: Bench, result: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, r = Request("begun", 9), Request("r", 5)
+    bench.run([(begun, 0, 4)])
+    batch = bench.announce([(r, 0, 5)])
+    hidden = torch.arange(5.0)[:, None].repeat(1, H)
+    returned = bench.capture.forward(lambda *_: result(hidden), (batch.input_ids, None, batch), {})
+    assert isinstance(returned, torch.Tensor)
+    bench.run([(Request("later", 3), 0, 3)])
+    assert bench.end()["begun"]["incomplete_reason"] == contract.CAPTURE_FAILED
+    written = json.loads((bench.folder / contract.WRITER_FILE).read_text())
+    assert written["state"] == contract.BROKEN and written["refused"]
+    assert "EYAS CAPTURE HAS STOPPED" in caplog.text
+
+
+def test_a_request_that_is_not_what_the_plugin_knows_ends_capture_and_not_the_server(bench: Bench) -> None:
+    r = Request("r", 5)
+    del r.sampling_params
+    bench.run([(r, 0, 5)])
+    assert bench.end() == {} and bench.writer.state == contract.BROKEN
+
+
+def test_an_error_of_the_model_is_the_servers_own(bench: Bench) -> None:
+    batch = bench.announce([(Request("r", 5), 0, 5)])
+
+    def out_of_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        bench.capture.forward(out_of_memory, (batch.input_ids, None, batch), {})
+    assert not bench.model.llama.model.layers_to_capture
+
+
+def test_a_prefill_that_goes_past_the_hooks_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """A replayed graph, say: silence would look like a server nobody used."""
+    bench.announce([(Request("r", 5), 0, 5)])
+    bench.announce([(Request("s", 5), 0, 5)])
+    assert bench.totals["unseen_passes"] == 1 and "past the capture hooks" in caplog.text
+
+
+def test_other_ranks_run_the_same_passes_and_write_nothing(tmp_path: Path) -> None:
+    """Capture may complete a collective inside the model: a rank that ran the stock path would hang the others."""
+    model = Model(packed=True)
+    seen = []
+    capture = Capture(CaptureLayers(model.llama, AFTER_BLOCK), "all", None, torch.device("cpu"))
+    r = Request("r", 5)
+    batch = Bench(tmp_path / "unused").batch([(r, 0, 5)])
+    capture.announce([r], batch)
+
+    def forward(*args: Any) -> Any:
+        seen.append(list(model.llama.model.layers_to_capture))
+        return model.forward(*args)
+
+    result = capture.forward(forward, (batch.input_ids, None, batch), {})
+    assert seen == [[2, 4]] and isinstance(result, torch.Tensor)
