@@ -42,13 +42,14 @@ def ttt_attention(
     return out
 
 
-def _future(scores: Tensor, places_R: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
-    """The columns of a block's scores in which some key lies after some query, and where it does."""
+def _hide_future(scores: Tensor, places_R: Tensor, block: Block, groups: int) -> Tensor:
+    """Puts -inf where a key lies after its query: only columns after the block's first query have such keys."""
     begin, end, first_key, last_key = block
     tail = int(places_R[begin]) + 1
     view = scores.view(scores.shape[0], end - begin, groups, last_key - first_key)[..., tail - first_key :]
     after = torch.arange(tail, last_key, device=scores.device) > places_R[begin:end, None]
-    return view, after[:, None, :]
+    view += scores.new_zeros(after.shape).masked_fill_(after, float("-inf"))[:, None, :]
+    return scores
 
 
 class _TTTAttention(torch.autograd.Function):
@@ -71,9 +72,7 @@ class _TTTAttention(torch.autograd.Function):
         for block in blocks:
             begin, end, first_key, last_key = block
             flat = q[:, begin:end].reshape(kv_heads, -1, size)
-            scores = flat @ keys[:, first_key:last_key].mT
-            tail, after = _future(scores, places, block, groups)
-            tail.masked_fill_(after, float("-inf"))
+            scores = _hide_future(flat @ keys[:, first_key:last_key].mT, places, block, groups)
             top = scores.amax(-1, keepdim=True)
             if own is None:
                 total = scores.sub_(top).exp_().sum(-1, keepdim=True)
@@ -106,9 +105,8 @@ class _TTTAttention(torch.autograd.Function):
             flat = q[:, begin:end].reshape(kv_heads, -1, size)
             grad_flat = grad[:, begin:end].reshape(kv_heads, -1, size)
             k, v = keys[:, first_key:last_key], values[:, first_key:last_key]
-            weights = (flat @ k.mT).sub_(lse[:, begin:end].reshape(kv_heads, -1, 1)).exp_()
-            tail, after = _future(weights, places, block, groups)
-            tail.masked_fill_(after, 0.0)
+            weights = _hide_future(flat @ k.mT, places, block, groups)
+            weights.sub_(lse[:, begin:end].reshape(kv_heads, -1, 1)).exp_()
             grad_values[:, first_key:last_key].baddbmm_(weights.mT, grad_flat)
             grad_scores = (grad_flat @ v.mT).sub_(along[:, begin:end].reshape(kv_heads, -1, 1)).mul_(weights)
             grad_q[:, begin:end] = (grad_scores @ k).view(kv_heads, end - begin, groups, size)

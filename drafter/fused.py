@@ -42,26 +42,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
         return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_up = torch.nn.functional.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(up * grad, gate), grad_up
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [R, 2I], the two halves of one product; keeps only its input."""
-    out: Tensor = _SwiGLU.apply(gate_up)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [R, I]; keeps only its inputs."""
+    out: Tensor = _SwiGLU.apply(gate, up)
     return out
 
 

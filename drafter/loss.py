@@ -55,89 +55,125 @@ class HeadOutput:
 
 
 def head_loss(
-    rows: Tensor, head: Tensor, teacher_states: Tensor, teacher_head: Tensor, weights: Tensor, teacher_of: Tensor,
-    kind: LossKind, chunk_rows: int,
-) -> HeadOutput:  # fmt: skip
+    rows: Sequence[Tensor],
+    head: Tensor,
+    teacher_states: Tensor,
+    teacher_head: Tensor,
+    weights: Sequence[float],
+    teacher_of: Sequence[Tensor],
+    kind: LossKind,
+    chunk_rows: int,
+) -> HeadOutput:
     """Loss of draft states against the teacher's distribution.
 
     Args:
-        rows: [R, H], normed draft states, every step's one after the other.
+        rows: per step, normed draft states [R_j, H].
         head: [D, H], the draft head.
         teacher_states: [T, H], final states of the distinct tokens that teach, ascending.
         teacher_head: [D, H], the target head's rows of the draft vocabulary.
-        weights: [R], the weight of each row's loss.
-        teacher_of: [R], which of the T teaches a row.
+        weights: per step, the weight of one row's loss.
+        teacher_of: per step, which of the T teaches a row [R_j]; ascending.
     """
-    out = _HeadLoss.apply(rows, head, teacher_states, teacher_head, weights, teacher_of, kind, chunk_rows)
+    out = _HeadLoss.apply(
+        torch.cat(list(rows)), head, teacher_states, teacher_head, tuple(weights), tuple(teacher_of), kind, chunk_rows
+    )
     return HeadOutput(*out)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, head: Tensor, teacher_states: Tensor, teacher_head: Tensor, weights: Tensor,
-        teacher_of: Tensor, kind: LossKind, chunk_rows: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        rows: Tensor,
+        head: Tensor,
+        teacher_states: Tensor,
+        teacher_head: Tensor,
+        weights: tuple[float, ...],
+        teacher_of: tuple[Tensor, ...],
+        kind: LossKind,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        sizes = [len(t) for t in teacher_of]
+        weight = torch.cat([rows.new_full((n,), w, dtype=wide) for n, w in zip(sizes, weights, strict=True)])
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        per_row, entropy = weights.new_empty(len(rows)), weights.new_empty(len(rows))
+        per_row, entropy = torch.empty_like(weight), torch.empty_like(weight)
         hit = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
         grad_rows = torch.empty_like(rows) if wants_grad else None
         grad_head: Tensor | None = None
-        # Rows by their teacher's token: a teacher's distribution is made once and serves its slots of all steps.
-        order = teacher_of.argsort(stable=True)
-        for part in order.split(chunk_rows):
-            begin, end = int(teacher_of[part[0]]), int(teacher_of[part[-1]]) + 1
-            teacher = (teacher_states[begin:end] @ teacher_head.T).to(weights.dtype)
+        teachers = max(1, chunk_rows // len(sizes))
+        for first in range(0, len(teacher_states), teachers):
+            last = min(first + teachers, len(teacher_states))
+            teacher = (teacher_states[first:last] @ teacher_head.T).to(wide)
             best = teacher.argmax(-1)
-            log_p = torch.log_softmax(teacher, -1)
-            p = log_p.exp()
-            h_teacher = torch.linalg.vecdot(p, log_p).neg_()
-            local = teacher_of[part] - begin
-            x = rows[part]
-            logits = (x @ head.T).to(weights.dtype)
-            top = logits.amax(-1)
-            hit[part] = logits.gather(-1, best[local][:, None])[:, 0] >= top
-            entropy[part] = h_teacher[local]
-            p = p[local]
-            log_q = torch.log_softmax(logits, -1)
-            if kind == "lk":
-                loss, grad = _lk(p, log_q, wants_grad)
-            else:
-                loss = torch.linalg.vecdot(p, log_q).neg_()
-                grad = log_q.exp_().sub_(p) if wants_grad else None
-                if kind == "kl":
-                    loss = loss - entropy[part]
-            per_row[part] = loss
-            if grad is not None and grad_rows is not None:
-                grad = grad.to(rows.dtype)
-                weight = weights[part, None].to(rows.dtype)
-                grad_rows[part] = (grad @ head).mul_(weight)
-                if grad_head is None:
-                    grad_head = grad.T @ (x * weight)
-                else:
-                    grad_head.addmm_(grad.T, x * weight)
+            p = torch.log_softmax(teacher, -1)
+            del teacher
+            log_p, p = p, p.exp()
+            entropy_of = torch.linalg.vecdot(p, log_p).neg_()
+            del log_p
+            pieces = _pieces(teacher_of, first, last)
+            x = torch.cat([rows[piece] for piece, _ in pieces])
+            logits = (x @ head.T).to(wide)
+            begin = 0
+            for piece, local in pieces:
+                part = slice(begin, begin := begin + piece.stop - piece.start)
+                hit[piece], entropy[piece] = _hits(logits[part], best[local]), entropy_of[local]
+                per_row[piece] = _loss_and_gradient(logits[part], p[local], kind)  # leaves the gradient in logits
+            if kind == "kl":
+                for piece, _ in pieces:
+                    per_row[piece] -= entropy[piece]
+            if grad_rows is not None:
+                grad = logits.to(rows.dtype)
+                scale = torch.cat([weight[piece] for piece, _ in pieces]).to(rows.dtype).unsqueeze_(-1)
+                x.mul_(scale)
+                grad_head = grad.T @ x if grad_head is None else grad_head.addmm_(grad.T, x)
+                grad_x, begin = torch.mm(grad, head, out=x).mul_(scale), 0
+                for piece, _ in pieces:
+                    grad_rows[piece] = grad_x[begin : (begin := begin + piece.stop - piece.start)]
         ctx.save_for_backward(grad_rows, grad_head)
         ctx.mark_non_differentiable(per_row, entropy, hit)
-        return torch.dot(per_row, weights), per_row, entropy, hit
+        return torch.dot(per_row, weight), per_row, entropy, hit
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows, grad_head = ctx.saved_tensors
-        if grad_rows is None:
-            return (None,) * 8
         if bool(grad != 1):
-            grad_rows = grad_rows * grad
-            grad_head = None if grad_head is None else grad_head * grad
+            grad_rows, grad_head = grad_rows * grad, grad_head * grad
         return (grad_rows, grad_head, *(None,) * 6)
 
 
-def _lk(p: Tensor, log_q: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """-log of the acceptance sum min(p, q), and its gradient with respect to the logits."""
-    q = log_q.exp()
-    accept = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).tiny)
-    if not wants_grad:
-        return accept.log()[:, 0].neg_(), None
-    short = (q < p) * q  # where more of q is more acceptance
-    grad = (q * short.sum(-1, keepdim=True) - short) / accept
-    return accept.log()[:, 0].neg_(), grad
+def _pieces(teacher_of: Sequence[Tensor], first: int, last: int) -> list[tuple[slice, slice | Tensor]]:
+    """Per step, the rows (of all steps' one after the other) that teachers first..last-1 teach, and which of these
+    teachers does: a slice where they are consecutive, as nearly always, so that no distribution is copied."""
+    pieces: list[tuple[slice, slice | Tensor]] = []
+    offset = 0
+    for taught in teacher_of:
+        bounds = torch.tensor([first, last], device=taught.device)
+        begin, end = torch.searchsorted(taught, bounds).tolist()
+        if begin < end:
+            low, high = int(taught[begin]), int(taught[end - 1]) + 1
+            consecutive = high - low == end - begin
+            local = slice(low - first, high - first) if consecutive else taught[begin:end] - first
+            pieces.append((slice(offset + begin, offset + end), local))
+        offset += len(taught)
+    return pieces
+
+
+def _hits(logits: Tensor, best: Tensor) -> Tensor:
+    """Is the draft's largest logit the teacher's best token."""
+    return logits.gather(-1, best[:, None])[:, 0] >= logits.amax(-1)
+
+
+def _loss_and_gradient(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
+    """Loss of each row; `logits` [R, D] become its gradient with respect to themselves."""
+    top, along = logits.amax(-1), torch.linalg.vecdot(p, logits)
+    q = torch.softmax(logits, -1, out=logits)
+    if kind == "lk":
+        accept = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).tiny)
+        short = (q < p) * q  # where more of q is more acceptance
+        q.mul_(short.sum(-1, keepdim=True)).sub_(short).div_(accept)
+        return accept.log_()[:, 0].neg_()
+    log_sum = top - q.amax(-1).log_()  # the largest q is 1 / sum of exp(logit - top)
+    q.sub_(p)
+    return log_sum - along

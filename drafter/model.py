@@ -168,6 +168,7 @@ class Eagle3Drafter(nn.Module):
         kv = c.num_key_value_heads * c.head_dim
         q_width = c.num_attention_heads * c.head_dim
         attn = mid.self_attn
+        ones = torch.ones((), dtype=wide, device=embedding.device)
         # The attention's input is [norm(embedding), norm(state)]. The embedding's half of q, k and v belongs to a
         # token, not to a slot or a step: it is made once per token and looked up at every step.
         qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]).to(dtype)
@@ -175,19 +176,21 @@ class Eagle3Drafter(nn.Module):
         state_qkv = SharedWeight(qkv_state)
         state_kv = qkv_state[q_width:]
         out_proj = SharedWeight(attn.o_proj.weight.to(dtype))
-        gate_up = SharedWeight(torch.cat([mid.mlp.gate_proj.weight, mid.mlp.up_proj.weight]).to(dtype))
+        gate = SharedWeight(mid.mlp.gate_proj.weight.to(dtype))
+        up = SharedWeight(mid.mlp.up_proj.weight.to(dtype))
         down = SharedWeight(mid.mlp.down_proj.weight.to(dtype))
 
         tokens, token_of = _tokens_seen(plan, len(batch.input_ids))
-        embed = mid.input_layernorm(embedding[batch.input_ids[tokens]], dtype) @ qkv_embed.T  # [T, q + 2 kv]
+        # The norm's weight goes into the matrix: frozen inputs then need no gradient, which saves a product.
+        unit = rms_norm(embedding[batch.input_ids[tokens]], ones, c.rms_norm_eps, dtype)
+        embed = unit @ (qkv_embed * mid.input_layernorm.weight.to(dtype)).T  # [T, q + 2 kv]
 
         aux = batch.aux if len(plan.context) == len(batch.aux) else batch.aux[plan.context]
+        fc = self.fc.weight
         if c.fc_norm:
-            chunks = [norm(aux[:, a].to(wide), dtype) for a, norm in enumerate(self.fc_norm)]
-            states = torch.cat(chunks, dim=-1) @ self.fc.weight.to(dtype).T
-        else:
-            states = aux.reshape(len(aux), -1).to(dtype) @ self.fc.weight.to(dtype).T
-        states = states.to(wide)  # [C, H]
+            fc = fc * torch.cat([norm.weight for norm in self.fc_norm])
+            aux = rms_norm(aux, ones, c.rms_norm_eps, dtype)
+        states = (aux.reshape(len(aux), -1).to(dtype) @ fc.to(dtype).T).to(wide)  # [C, H]
         normed = mid.hidden_norm(states, dtype)
         positions = batch.positions[plan.context]
         cos, sin = self._rope.at(positions, wide)
@@ -214,8 +217,8 @@ class Eagle3Drafter(nn.Module):
             own_keys, own_values = [*later[::2], *made[:1]], [*later[1::2], *made[1:]]
             mixed = ttt_attention(q, keys, values, own_keys, own_values, plan.context_of[j], plan.blocks[j])
             state = state + out_proj(mixed, j)
-            hidden = swiglu(gate_up(mid.post_attention_layernorm(state, dtype), j))
-            return state + down(hidden, j), *made
+            normed = mid.post_attention_layernorm(state, dtype)
+            return state + down(swiglu(gate(normed, j), up(normed, j)), j), *made
 
         state = states if len(plan.rows[0]) == len(states) else states[plan.context_of[0]]
         later: list[Tensor] = []

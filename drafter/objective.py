@@ -111,13 +111,12 @@ def batch_loss(
         nothing = torch.zeros((), dtype=wide, device=learn.device)
         return nothing, tally_batch(work.counted, work.in_vocab, plan, [], learned, covered)
     rows = list(drafter.unroll(batch, plan, teacher.embedding, dtype, recompute))
-    taught_by = torch.cat([seen_token(plan.scored_slots(j), j) for j in range(plan.steps)])
-    teaching, teacher_of = taught_by.unique(sorted=True, return_inverse=True)
-    weights = torch.cat([rows[0].new_full((len(r),), w, dtype=wide) for r, w in zip(rows, step_weights, strict=False)])
+    taught_by = [seen_token(plan.scored_slots(j), j) for j in range(plan.steps)]
+    teaching, teacher_of = torch.cat(taught_by).unique(sorted=True, return_inverse=True)
     sizes = [len(r) for r in rows]
     out = head_loss(
-        torch.cat(rows), drafter.lm_head.weight.to(dtype), batch.final[teaching].to(dtype),
-        teacher.draft_head.to(dtype), weights, teacher_of, loss.kind, loss.chunk_rows,
+        rows, drafter.lm_head.weight.to(dtype), batch.final[teaching].to(dtype), teacher.draft_head.to(dtype),
+        step_weights[: plan.steps], teacher_of.split(sizes), loss.kind, loss.chunk_rows,
     )  # fmt: skip
     per_step = list(zip(out.per_row.split(sizes), out.entropy.split(sizes), out.hit.split(sizes), strict=True))
     return out.loss, tally_batch(work.counted, work.in_vocab, plan, per_step, learned, covered)

@@ -158,6 +158,7 @@ class Trainer:
         self.first_rank = self.ranks == 1 or dist.get_rank() == 0
         self.progress = _Progress()
         self._stream: Iterable[Batch] | None = None
+        self._epoch_rows = 0  # packed rows of this epoch; 0 = its length is not known
 
     def run(self) -> TrainResult:
         """Trains to the end of the course, from the newest checkpoint when there is one.
@@ -217,6 +218,8 @@ class Trainer:
         progress = self.progress
         while not self._course_over():
             self._stream = self._stream or self.batches(progress.epoch)
+            left = len(self._stream) if isinstance(self._stream, Sized) else 0
+            self._epoch_rows = progress.in_epoch + left if left else 0
             rows = iter(self._stream)
             while not self._course_over():
                 group = [row for _, row in zip(range(self.config.accumulate), rows, strict=False)]
@@ -302,8 +305,8 @@ class Trainer:
         by_time = progress.seconds / config.max_seconds if config.max_seconds else 0.0
         by_epochs = 0.0
         if config.epochs:
-            rows = len(self._stream) if isinstance(self._stream, Sized) else 0
-            by_epochs = (progress.epoch + (progress.in_epoch / rows if rows else 0.0)) / config.epochs
+            within = min(1.0, progress.in_epoch / self._epoch_rows) if self._epoch_rows else 0.0
+            by_epochs = (progress.epoch + within) / config.epochs
         return min(1.0, max(by_steps, by_time, by_epochs))
 
     def _course_over(self) -> bool:

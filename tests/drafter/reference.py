@@ -1,0 +1,119 @@
+"""EAGLE-3's training loss written down as slowly and plainly as possible: float64, one slot, step and head at a time.
+
+Nothing here comes from `drafter`: not the shift, not the rule of which slots count, not rope, not the attention. Every
+slot is computed at every step, whether it counts or not. Gradients are autograd's, through these loops.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).sum() / len(x) + eps) * weight
+
+
+def turned(x: Tensor, position: int, theta: float) -> Tensor:
+    """Rope on one head: pairs (i, i + half) turned by position * theta^(-2i/size)."""
+    half = len(x) // 2
+    out = [x[0]] * len(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return torch.stack(out)
+
+
+def counts(doc: list[int], learn: list[int], slot: int, step: int) -> bool:
+    """Does this slot of one document count at this step: the token it sees and the token it predicts are to learn."""
+    sees, predicts = slot + 1 + step, slot + 2 + step
+    return predicts < len(doc) and bool(learn[sees]) and bool(learn[predicts])
+
+
+def reference_loss(
+    weights: Weights,
+    documents: list[dict],  # ids [S], learn [S], aux [S, A, H], final [S, H]
+    embedding: Tensor,
+    head: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    steps: int,
+    theta: float,
+    eps: float,
+    decay: float,
+    fc_norm: bool,
+    norm_output: bool,
+    out_of_vocab: str,
+    kind: str,
+) -> dict:
+    """loss (differentiable), and per step: positions counted, with a loss, hits, chains alive before and after."""
+    d2t = weights["d2t"].tolist()
+    vocab = [j + d2t[j] for j in range(len(d2t))]
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(steps)]
+    used, counted, hit, reached, accepted = ([0] * steps for _ in range(5))
+    w = {name.removeprefix("midlayer."): value for name, value in weights.items()}
+    for doc in documents:
+        ids, learn = doc["ids"].tolist(), doc["learn"].tolist()
+        length = len(ids)
+        state, keys, values = {}, {}, {}
+        for i in range(length):
+            chunks = [doc["aux"][i, a] for a in range(doc["aux"].shape[1])]
+            if fc_norm:
+                chunks = [norm(c, w[f"fc_norm.{a}.weight"], eps) for a, c in enumerate(chunks)]
+            state[i] = w["fc.weight"] @ torch.cat(chunks)
+        unbroken = dict.fromkeys(range(length), True)
+        for j in range(steps):
+            after = {}
+            for i in range(length):
+                if i + 1 + j >= length:
+                    continue
+                e = norm(embedding[ids[i + 1 + j]], w["input_layernorm.weight"], eps)
+                x = torch.cat([e, norm(state[i], w["hidden_norm.weight"], eps)])
+                q = (w["self_attn.q_proj.weight"] @ x).view(heads, -1)
+                k = (w["self_attn.k_proj.weight"] @ x).view(kv_heads, -1)
+                values[i, j] = (w["self_attn.v_proj.weight"] @ x).view(kv_heads, -1)
+                keys[i, j] = torch.stack([turned(k[g], i + j, theta) for g in range(kv_heads)])
+                after[i] = torch.stack([turned(q[a], i + j, theta) for a in range(heads)])
+            for i, q in after.items():
+                seen = [(s, 0) for s in range(i + 1)] + [(i, later) for later in range(1, j + 1)]
+                mixed = []
+                for a in range(heads):
+                    g = a // (heads // kv_heads)
+                    scores = torch.stack([q[a] @ keys[place][g] for place in seen]) / math.sqrt(q.shape[1])
+                    share = scores.softmax(0)
+                    mixed.append(sum(share[n] * values[place][g] for n, place in enumerate(seen)))
+                h = state[i] + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
+                y = norm(h, w["post_attention_layernorm.weight"], eps)
+                gate, up = w["mlp.gate_proj.weight"] @ y, w["mlp.up_proj.weight"] @ y
+                h = h + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+                normed = norm(h, w["norm.weight"], eps)
+                state[i] = normed if norm_output else h
+                if not counts(ids, learn, i, j):
+                    unbroken[i] = False
+                    continue
+                counted[j] += 1
+                reached[j] += unbroken[i]
+                teacher = head @ doc["final"][i + 1 + j]
+                logits = w["lm_head.weight"] @ normed
+                best = int(teacher.argmax())
+                right = best in vocab and vocab[int(logits.argmax())] == best
+                hit[j] += right
+                unbroken[i] = unbroken[i] and right
+                accepted[j] += unbroken[i]
+                if out_of_vocab == "drop" and best not in vocab:
+                    continue
+                used[j] += 1
+                p = teacher[vocab].softmax(0)
+                q_d = logits.softmax(0)
+                if kind == "lk":
+                    sums[j] = sums[j] - torch.log(sum(torch.minimum(a, b) for a, b in zip(p, q_d, strict=True)))
+                else:
+                    sums[j] = sums[j] - (p * q_d.log()).sum()
+                    if kind == "kl":
+                        sums[j] = sums[j] + (p * p.log()).sum()
+    loss = sum(decay**j * s / max(1, used[j]) for j, s in enumerate(sums))
+    return {"loss": loss, "used": used, "counted": counted, "hits": hit, "reached": reached, "accepted": accepted}
