@@ -73,9 +73,11 @@ class MaskRule:
 
         Raises:
             DataError: a stretch to learn does not begin after the generation prompt, or does not end with the stop
-                token.
+                token; or there is none.
         """
         ids, mask = sample.input_ids, sample.loss_mask
+        if not any(mask):
+            raise self._error(sample, "no token to learn", "at least one reply")
         before = 0
         for start, stop in runs(mask):
             if not self._opens(ids, before, start, reasoning_left_out):
