@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import boto3
 from botocore.config import Config
@@ -38,6 +38,7 @@ from hidden_states.store_s3_errors import explain
 
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 6
+REQUEST_ATTEMPTS = 8  # about 40 s of pauses in all
 READ_ATTEMPTS = 6
 CONNECT_TIMEOUT_S = 4.0
 READ_TIMEOUT_S = 60.0
@@ -93,7 +94,10 @@ class S3Store(Store):
                     connect_timeout=CONNECT_TIMEOUT_S,
                     read_timeout=READ_TIMEOUT_S,
                     max_pool_connections=32,
-                    retries={"mode": "standard", "total_max_attempts": 8},  # backoff with jitter, up to 20 s a pause
+                    retries={
+                        "mode": "standard",
+                        "total_max_attempts": REQUEST_ATTEMPTS,
+                    },  # backoff with jitter, up to 20 s a pause
                 )
             return self._client
 
@@ -142,13 +146,28 @@ class S3Store(Store):
             self.require_conditional_put()
         condition = {"IfNoneMatch": "*"} if if_none_match else {}
         with self._explained(key, "write"), open(path, "rb") as file:
-            if digest.bytes <= BLOCK_BYTES:
-                body = file.read(digest.bytes + 1)
-                whole = {"ChecksumCRC32": _crc_text(digest.crc32)} if self._sends_checksums() else {}
-                self.client.put_object(Bucket=self.bucket, Key=self._name(key), Body=body, **whole, **condition)
-            else:
-                self._put_parts(key, file.fileno(), digest, condition)
+            try:
+                self._put(key, file, digest, condition)
+            except ClientError as exc:
+                if not self._was_ours(exc, key, digest):
+                    raise
         return self._prove(key, digest)
+
+    def _put(self, key: str, file: BinaryIO, digest: FileDigest, condition: dict[str, str]) -> None:
+        if digest.bytes > BLOCK_BYTES:
+            self._put_parts(key, file.fileno(), digest, condition)
+            return
+        body = file.read(digest.bytes + 1)
+        whole = {"ChecksumCRC32": _crc_text(digest.crc32)} if self._sends_checksums() else {}
+        self.client.put_object(Bucket=self.bucket, Key=self._name(key), Body=body, **whole, **condition)
+
+    def _was_ours(self, exc: ClientError, key: str, digest: FileDigest) -> bool:
+        """Whether a refusal came to a repetition of what had arrived already: only the first answer was lost."""
+        repeated = exc.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0
+        if not repeated or exc.response["Error"]["Code"] not in ("PreconditionFailed", "NoSuchUpload"):
+            return False
+        there = self.head(key)
+        return there is not None and there.bytes == digest.bytes and there.crc32 in (None, digest.crc32)
 
     def _put_parts(self, key: str, descriptor: int, digest: FileDigest, condition: dict[str, str]) -> None:
         at = {"Bucket": self.bucket, "Key": self._name(key)}
@@ -180,9 +199,7 @@ class S3Store(Store):
             self.client.complete_multipart_upload(
                 **at, UploadId=upload_id, MultipartUpload={"Parts": parts}, **whole, **condition
             )
-        except BaseException as exc:
-            if isinstance(exc, ClientError) and exc.response["Error"]["Code"] == "NoSuchUpload" and self.head(key):
-                return  # completed by an attempt whose answer was lost; the proof that follows compares the bytes
+        except BaseException:
             # Best effort: what stays behind is found by `abort_stale_uploads`.
             with contextlib.suppress(BotoCoreError, ClientError, HTTPError):
                 self.client.abort_multipart_upload(**at, UploadId=upload_id)
