@@ -12,6 +12,7 @@ from tasks.capture import clear_warm_up, launch_server, stop_server
 from tasks.dataset import commit_dataset, open_dataset, use_dataset
 from tasks.extract import extract_batch
 from tasks.job import Job, need
+from tasks.proof import prove_states
 from tasks.registry import finish, register_drafter
 from tasks.replies import regenerate_replies
 from tasks.serving import judge, measure, measure_plain
@@ -58,7 +59,10 @@ def extract(job: Job) -> None:
         launch_server(job)
         clear_warm_up(job)
         regenerate_replies(job)
-        for batch_id in open_dataset(job):
+        missing = open_dataset(job)
+        if missing:
+            prove_states(job)
+        for batch_id in missing:
             extract_batch(job, batch_id)
     finally:
         stop_server(job)

@@ -10,13 +10,13 @@ from flows.environment import state_dir
 from hidden_states.errors import Refusal
 from hidden_states.store import Store, open_store
 from infra.recipe import Recipe
+from infra.recipe import Store as StoreSection
 from tasks.job import Job, new_run_id
 
 
 @contextlib.contextmanager
-def open_recipe_store(recipe: Recipe) -> Iterator[Store]:
-    """The recipe's store; the embedded one is started when the recipe asks for S3 and nothing names an endpoint."""
-    section = recipe.store
+def open_section(section: StoreSection) -> Iterator[Store]:
+    """A recipe's store; the embedded one is started when the recipe asks for S3 and nothing names an endpoint."""
     endpoint = section.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if section.uri.startswith("s3://") and section.embedded and endpoint is None and section.profile is None:
         from infra.services import embedded_store
@@ -38,7 +38,7 @@ def workshop(recipe: Recipe) -> Iterator[Job]:
     folder = Path("runs").resolve() / run_id
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(open_recipe_store(recipe))
+        store = stack.enter_context(open_section(recipe.store))
         job = Job(recipe, run_id, folder, state_dir(), store)
         try:
             yield job

@@ -8,6 +8,7 @@ from typing import Any
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from infra.services import MLFLOW, LocalStack
 from tasks.job import Job, need
 from tasks.ledger import Ledger, plan_identity
 from tasks.planning import make_plan
@@ -56,8 +57,8 @@ def open_run(job: Job) -> Tracker:
 
 
 def tracking_uri(state: Path) -> str:
-    """MLFLOW_TRACKING_URI, else SQLite in the state folder."""
-    given = os.environ.get("MLFLOW_TRACKING_URI")
+    """MLFLOW_TRACKING_URI, else the local stack's server if that is up, else its SQLite file."""
+    given = os.environ.get("MLFLOW_TRACKING_URI") or LocalStack(state).url(MLFLOW)
     if given:
         return given
     (state / "mlflow").mkdir(parents=True, exist_ok=True)

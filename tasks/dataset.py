@@ -10,7 +10,6 @@ from hidden_states.errors import DatasetError, GateError
 from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
 from hidden_states.plan import plan_batches
 from hidden_states.samples import is_held_out
-from hidden_states.teacher import TeacherHead
 from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
 from tasks.job import Job, need
@@ -26,7 +25,6 @@ def open_dataset(job: Job) -> list[str]:
     writers = capture.writers()
     for writer in writers:
         check_writer(writer, job.expectation)
-    job.teacher = TeacherHead.load(folder)
     fingerprint = capture_fingerprint(folder, mask_rule=mask_rule(job), writer=writers[0])
     job.writer = DatasetWriter(job.store, ledger.name, fingerprint)
     job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}

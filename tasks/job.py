@@ -13,7 +13,6 @@ from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import DatasetWriter
 from hidden_states.plan import Batch
 from hidden_states.store import Store
-from hidden_states.teacher import TeacherHead
 from hidden_states.validate import Expectation
 from infra.recipe import Recipe
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tasks.capture import CaptureSession
     from tasks.ledger import Ledger
     from tasks.planning import Plan
+    from tasks.proof import Judges
     from tasks.replies import RunSamples
     from tasks.serving import ServedPrompt
     from tasks.tracking import Tracker
@@ -58,7 +58,7 @@ class Job:
     capture: "CaptureSession | None" = None
     samples: "RunSamples | None" = None
     expectation: Expectation | None = None
-    teacher: TeacherHead | None = None
+    judges: "Judges | None" = None
     writer: DatasetWriter | None = None
     batches: dict[str, Batch] | None = None
     objects_before: set[str] = field(default_factory=set)

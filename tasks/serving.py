@@ -134,6 +134,6 @@ def judge(job: Job) -> None:
         raise GateError(
             "served acceptance", f"an acceptance length of {found:.3f} (predicted {predicted:.3f})",
             f"at least {least:g}",
-            "It is registered all the same: train longer or on more data. If predicted and served differ widely, one of "
+            "It is registered all the same: train longer or on more data. If predicted and served differ, one of "
             "layers, norm, rope, vocabulary map, template and dtype differs between training and serving.",
         )  # fmt: skip

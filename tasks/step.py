@@ -44,7 +44,7 @@ def step(
 
         return task(
             name=name,
-            task_run_name=run_name,
+            task_run_name=run_name or name,
             retries=retries,
             retry_delay_seconds=[2.0 * 2**n for n in range(retries)] or 0,
             retry_jitter_factor=0.5 if retries else None,

@@ -1,0 +1,193 @@
+"""`eyas inspect`: what a thing is, in words, and whether it is intact."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from eyas_capture import contract
+from flows.words import bytes_in_words, number
+from flows.workshop import open_section
+from hidden_states.errors import RecipeError, Refusal
+from infra.recipe import Recipe
+from infra.recipe import Store as StoreSection
+from infra.recipe_file import load_recipe
+
+SHOWN_SAMPLES = 3
+CONVERSATIONS = (".jsonl", ".json", ".parquet", ".gz", ".zst")
+
+
+def inspect_thing(thing: str, *, recipe: str | None, full: bool) -> dict[str, Any]:
+    """Find out what a path or URI is, describe it and verify it.
+
+    Args:
+        recipe: names the target (conversations, drafters) and the store's endpoint (datasets).
+        full: verify every byte of a dataset, not a sample of it.
+
+    Returns:
+        `kind`, `ok`, `facts` (name -> value), `problems` (one line each); for conversations also `samples`.
+
+    Raises:
+        Refusal: it is nothing Eyas knows, or cannot be read at all.
+    """
+    loaded = load_recipe(recipe) if recipe else None
+    if "://" in thing:
+        return _dataset(thing, loaded, full)
+    path = Path(thing)
+    if not path.exists():
+        raise RecipeError(thing, "there is no such file or folder", None, "Give a path, or an s3:// or file:// URI.")
+    if path.is_file() and path.suffix == ".safetensors":
+        return _shard(path)
+    if path.is_file() and path.suffix in CONVERSATIONS:
+        return _conversations(path, loaded)
+    if (path / contract.RECORD_FILE).is_file():
+        return _dumps(path.parent.parent, only=path)
+    if any(path.glob(f"*/{contract.WRITER_FILE}")):
+        return _dumps(path)
+    if (path / "config.json").is_file():
+        return _drafter(path, loaded)
+    raise RecipeError(
+        thing, "neither a dump, a shard, a drafter nor conversations", None,
+        "Datasets are given as s3:// or file:// URIs; conversations as .jsonl (.gz, .zst) or .parquet.",
+    )  # fmt: skip
+
+
+def _report(kind: str, facts: dict[str, Any], problems: list[str], **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "ok": not problems, "facts": facts, "problems": problems, **more}
+
+
+def _dataset(uri: str, recipe: Recipe | None, full: bool) -> dict[str, Any]:
+    from hidden_states.dataset import Dataset
+
+    prefix, _, name = uri.rstrip("/").rpartition("/")
+    given = recipe.store.model_dump() if recipe else {}
+    with open_section(StoreSection(**{**given, "uri": prefix})) as store:
+        dataset = Dataset.open(store, name)
+        found = dataset.verify(full)
+        manifest = dataset.manifest
+        facts = {
+            "manifest sha256": dataset.digest,
+            "samples": f"{number(manifest.samples)} ({number(manifest.held_out_samples)} held out)",
+            "left out": len(manifest.left_out),
+            "tokens": f"{number(manifest.tokens)} ({number(manifest.loss_tokens)} to learn)",
+            "stored": f"{bytes_in_words(manifest.total_bytes)} in {len(manifest.shards)} shards",
+            "blocks": f"outputs of {list(manifest.after_block)}, and the final state ({manifest.final_norm}-norm)",
+            "hidden size": f"{manifest.hidden_size}, {manifest.dtype}",
+            "draft vocabulary coverage": manifest.coverage,
+            **{f"fingerprint: {k}": v for k, v in sorted(manifest.fingerprint.fields.items())},
+            "verified": f"{found.shards} shards, {bytes_in_words(found.bytes_read)} read"
+            + ("" if full else f", {found.samples_read} samples"),
+        }
+    return _report("dataset", facts, found.problems)
+
+
+def _shard(path: Path) -> dict[str, Any]:
+    from hidden_states.shard_file import open_shard
+    from hidden_states.store import digest_file
+
+    shard, info = open_shard(path, digest_file(path))
+    problems = []
+    for entry in info.samples:
+        problem = shard.rows(entry.row, entry.tokens).problem(entry, info.layout.after_block)
+        if problem:
+            problems.append(f"sample {entry.id}: {problem}")
+    facts = {
+        "batch": info.batch_id,
+        "samples": len(info.samples),
+        "tokens": info.layout.tokens,
+        "bytes": info.bytes,
+        "sha256": info.sha256,
+        "states": f"outputs of blocks {list(info.layout.after_block)} and the final state, {info.layout.dtype}",
+    }
+    return _report("shard", facts, problems)
+
+
+def _dumps(folder: Path, only: Path | None = None) -> dict[str, Any]:
+    from hidden_states.dump import DumpFolder
+
+    dumps = DumpFolder(folder)
+    writers = dumps.writers()
+    problems: list[str] = []
+    tokens = incomplete = checked = 0
+    for ref in dumps.dumps():
+        if only is not None and ref.path.resolve() != only.resolve():
+            continue
+        try:
+            dump = dumps.open(ref)
+            dump.verify()
+            checked, tokens = checked + 1, tokens + dump.record.tokens
+            incomplete += not dump.record.complete
+            if not dump.record.complete:
+                problems.append(f"{ref}: incomplete ({dump.record.incomplete_reason})")
+        except Refusal as error:
+            problems.append(str(error))
+    facts: dict[str, Any] = {"dumps": checked, "tokens": tokens, "incomplete": incomplete}
+    for writer in writers:
+        facts[f"writer {writer.writer_id}"] = (
+            f"{writer.state}; {writer.model_path} in SGLang {writer.sglang_version}, outputs of blocks "
+            f"{list(writer.after_block)}, {writer.dtype}"
+        )
+    return _report("dumps", facts, problems)
+
+
+def _drafter(folder: Path, recipe: Recipe | None) -> dict[str, Any]:
+    from drafter.inspect import inspect_drafter
+
+    found = inspect_drafter(folder, recipe.target.model_path if recipe else None)
+    facts = dict(found.facts)
+    lineage = folder / "lineage.json"
+    if lineage.is_file():
+        told = json.loads(lineage.read_text())
+        facts |= {k: told.get(k) for k in ("dataset_uri", "served_acceptance_length", "predicted_acceptance_length")}
+    if recipe is None:
+        facts["fits a target?"] = "not asked; give --recipe"
+    return _report("drafter", facts, found.problems)
+
+
+def _conversations(path: Path, recipe: Recipe | None) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from hidden_states.conversations import read_conversations
+    from hidden_states.samples import SampleOptions, prepare, segments
+
+    if recipe is None:
+        raise RecipeError(str(path), "a target's template renders conversations", "--recipe", "Add --recipe NAME.")
+    tokenizer = AutoTokenizer.from_pretrained(
+        recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
+    )
+    data = recipe.data
+    options = SampleOptions(
+        learn=data.learn, learn_reasoning=data.learn_reasoning, max_tokens=data.max_tokens,
+        when_too_long=data.when_too_long, max_bad_share=1.0,
+    )  # fmt: skip
+    prepared = prepare(read_conversations(path, max_bad_share=1.0), tokenizer, options)
+    told = prepared.report.as_dict()
+    facts = {name: told[name] for name in ("rows", "usable", "unusable", "tokens", "learned_tokens", "learned_share")}
+    facts |= {f"length, {name}": value for name, value in told["length"].items()}
+    left_out = [f"{r['count']} left out: {name} ({'; '.join(r['examples'])})" for name, r in told["dropped"].items()]
+    facts |= {f"left out: {name}": entry["count"] for name, entry in told["dropped"].items()}
+    shown = [
+        {"source": sample.source, "segments": [[text, learned] for text, learned in segments(sample, tokenizer)]}
+        for sample in prepared.samples[:SHOWN_SAMPLES]
+    ]
+    problems = left_out if prepared.report.unusable else []
+    return _report("conversations", facts, problems, samples=shown, left_out=left_out, notes=told["notes"])
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """A report in the terminal; learned tokens are green and underlined."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{report['kind']}: {'intact' if report['ok'] else 'PROBLEMS'}")
+    width = max(map(len, report["facts"]), default=0)
+    for name, value in report["facts"].items():
+        console.print(f"  {name:<{width}}  {value}", markup=False)
+    for problem in report["problems"] or report.get("left_out", []):
+        console.print(f"  - {problem}", markup=False)
+    for sample in report.get("samples", []):
+        console.print(f"\n{sample['source']} (learned tokens underlined)", markup=False)
+        text = Text()
+        for part, learned in sample["segments"]:
+            text.append(part, style="green underline" if learned else "dim")
+        console.print(text)
