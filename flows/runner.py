@@ -3,11 +3,15 @@
 import contextlib
 import logging
 import os
+import time
 from typing import Any
+from uuid import UUID
 
 from flows.environment import state_dir
 from hidden_states.errors import Refusal
 from infra.recipe_file import load_recipe
+
+RECORD_DEADLINE_S = 20.0
 
 
 class NoTraceback(logging.Filter):
@@ -25,6 +29,34 @@ def quiet_refusals() -> None:
         logging.getLogger(name).addFilter(NoTraceback())
 
 
+def send_last_words() -> None:
+    """Prefect sends logs and task states from threads: what waits there goes out before our own server ends."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler().flush()
+    EventsWorker.drain_all(timeout=RECORD_DEADLINE_S)
+
+
+def wait_recorded(flow_run_id: UUID | None) -> None:
+    """Return once the server knows the end of every task run; it takes them in a little later than they happen."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    if flow_run_id is None:
+        return
+    send_last_words()
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+    deadline, known = time.monotonic() + RECORD_DEADLINE_S, -1
+    with get_client(sync_client=True) as client:
+        while time.monotonic() < deadline:
+            runs = client.read_task_runs(flow_run_filter=only, limit=200)
+            if len(runs) == known and all(run.state is not None and run.state.is_final() for run in runs):
+                return
+            known = len(runs)
+            time.sleep(0.5)
+
+
 def run_pipeline(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Check the recipe, start what is missing, run the flow.
 
@@ -39,7 +71,10 @@ def run_pipeline(recipe: str, overrides: list[str]) -> dict[str, Any]:
             print("starting Prefect (SQLite, loopback); 10 to 20 seconds ...", flush=True)
             os.environ["PREFECT_API_URL"] = services.enter_context(embedded_prefect(state_dir()))
             services.callback(os.environ.pop, "PREFECT_API_URL", None)
+            services.callback(send_last_words)
         from flows.pipeline import drafter_pipeline
 
         quiet_refusals()
-        return drafter_pipeline(recipe, overrides)
+        state = drafter_pipeline(recipe, overrides, return_state=True)
+        wait_recorded(state.state_details.flow_run_id)
+        return state.result()

@@ -16,7 +16,7 @@ from tasks.step import step
 from tasks.tracking import Tracker
 
 
-@step("plan", retries=2)
+@step("plan")
 def plan_run(job: Job) -> None:
     """Count, refuse what cannot work, choose the dataset's version, open the MLflow run."""
     recipe, log = job.recipe, get_run_logger()

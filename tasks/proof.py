@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import psutil
 from prefect.logging import get_run_logger
+from transformers.utils.logging import disable_progress_bar
 
 from eyas_capture import contract
 from hidden_states.dump import Dump
@@ -75,6 +76,7 @@ def _against_reference(recipe: Recipe, dumps: list[Dump]) -> int:
     path = recipe.target.model_path
     if Reference.bytes_needed(path) > REFERENCE_SHARE * psutil.virtual_memory().available:
         return 0
+    disable_progress_bar()  # a bar between log lines
     reference = Reference.load(path, trust_remote_code=recipe.target.trust_remote_code)
     return sum(len(reference.check(dump)) for dump in dumps)
 

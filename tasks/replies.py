@@ -55,7 +55,7 @@ def regenerate_replies(job: Job) -> None:
         log.info("%d of %d replies", done, len(plan.prompts))
     job.samples = _samples(plan.prompts, known)
     capture.clear()  # the prompts' own prefills: not what is extracted, and not strangers either
-    job.figures["replies_generated"] = asked
+    job.figures |= {"replies_generated": asked, "replies_empty": job.samples.empty, "replies_cut": job.samples.cut}
     log.info("%d samples; %d replies cut at %d tokens, %d empty", len(job.samples.samples), job.samples.cut,
              settings.max_new_tokens, job.samples.empty)  # fmt: skip
 
