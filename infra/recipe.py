@@ -119,23 +119,23 @@ class DatasetSection(Section):
 class Train(Section):
     draft_vocab_size: Positive = Field(32000, description="target tokens the drafter can propose")
     ttt_steps: Positive = Field(7, description="training-time-test steps K")
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
-    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr: Annotated[float, Field(gt=0)] = Field(1e-4, description="peak learning rate of AdamW")
+    schedule: Literal["cosine", "linear", "wsd"] = Field("cosine", description="how the rate falls after the warm-up")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(100, description="optimiser steps of linear warm-up")
+    beta2: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="AdamW's second beta (the first is 0.9)")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's weight decay")
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="largest gradient norm")
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of TTT step j: step_decay^j")
     batch_tokens: Positive = Field(16384, description="tokens of an optimiser step")
     steps: Positive | None = Field(None, description="optimiser steps; left out = `epochs` or `max_seconds`")
-    epochs: Positive | None = None
+    epochs: Positive | None = Field(None, description="passes over the training split")
     max_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None, description="training ends here even if steps are left; the schedule follows the clock"
     )
     eval_every: Positive = Field(500, description="optimiser steps between evaluations on the held-out split")
-    checkpoint_every: Positive = 500
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
+    checkpoint_every: Positive = Field(500, description="optimiser steps between checkpoints")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products; weights stay float32")
+    seed: int = Field(0, description="of the first weights and of the order of samples")
 
     @model_validator(mode="after")
     def _bounded(self) -> "Train":
@@ -147,7 +147,7 @@ class Train(Section):
 class Evaluate(Section):
     enabled: bool = Field(True, description="serve the drafter and measure it; needs `server.python`")
     prompts: Positive = Field(64, description="held-out prompts served")
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = Field(256, description="tokens answered per prompt")
     num_steps: Positive = Field(3, description="tokens drafted per verification")
     concurrency: Positive = Field(1, description="requests at once while measuring")
     control: bool = Field(True, description="measure an untrained drafter of the same shape too")

@@ -94,3 +94,10 @@ def test_both_numberings_mean_the_same_blocks() -> None:
 
 def test_numbers_in_scientific_notation_are_numbers() -> None:
     assert load_recipe("demo-smollm2", ["train.lr=1e-4"]).train.lr == 1e-4
+
+
+def test_the_page_of_recipe_keys_is_that_of_the_code() -> None:
+    from infra.recipe_reference import reference
+
+    page = RECIPES.parents[1] / "docs" / "recipe.md"
+    assert page.read_text() == reference(), "run: .venv/bin/python -m infra.recipe_reference > docs/recipe.md"
