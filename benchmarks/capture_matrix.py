@@ -151,7 +151,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, tiny_kimi.KIND])
     kinds = parser.parse_args().kinds
     assert AFTER_BLOCK[-1] < BLOCKS - 1
-    torch.set_num_threads(1)
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as work:
         for kind in kinds:
