@@ -26,13 +26,33 @@ from hidden_states.errors import TrainingError
 class Batch(Protocol):
     """One packed row of documents, unshifted, as `hidden_states.stream` yields it."""
 
-    input_ids: Tensor  # [N]
-    loss_mask: Tensor  # [N], 1 = token to learn
-    aux: Tensor  # [N, A, H], ascending blocks
-    final: Tensor  # [N, H], after the target's final norm
-    doc_ids: Tensor  # [N], documents contiguous
-    positions: Tensor  # [N], within the document
-    sample_ids: list[str]
+    @property
+    def input_ids(self) -> Tensor:
+        """[N]."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[N], 1 = token to learn."""
+
+    @property
+    def aux(self) -> Tensor:
+        """[N, A, H], ascending blocks."""
+
+    @property
+    def final(self) -> Tensor:
+        """[N, H], after the target's final norm."""
+
+    @property
+    def doc_ids(self) -> Tensor:
+        """[N], documents contiguous."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[N], within the document."""
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """of the documents, in order."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +208,7 @@ class Eagle3Drafter(nn.Module):
         aux = batch.aux if len(plan.context) == len(batch.aux) else batch.aux[plan.context]
         fc = self.fc.weight
         if c.fc_norm:
-            fc = fc * torch.cat([norm.weight for norm in self.fc_norm])
+            fc = fc * torch.cat([self.get_parameter(f"fc_norm.{a}.weight") for a in range(len(c.after_block))])
             aux = rms_norm(aux, ones, c.rms_norm_eps, dtype)
         states = (aux.reshape(len(aux), -1).to(dtype) @ fc.to(dtype).T).to(wide)  # [C, H]
         normed = mid.hidden_norm(states, dtype)

@@ -30,10 +30,7 @@ def open_dataset(job: Job) -> list[str]:
     job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}
     done = job.writer.done()
     missing = [batch_id for batch_id in job.batches if batch_id not in done]
-    for batch_id, sidecar in done.items():
-        if batch_id in job.batches:  # figures of what an earlier run stored
-            job.count(samples_valid=len(sidecar.info.samples), samples_quarantined=len(sidecar.info.left_out),
-                      tokens=sidecar.info.layout.tokens)  # fmt: skip
+    job.quarantined = sum(len(done[b].info.left_out) for b in job.batches if b in done)
     get_run_logger().info(
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
     )
@@ -101,11 +98,12 @@ def use_dataset(job: Job) -> None:
         "manifest_digest": job.dataset.digest,
         "fingerprint": manifest.fingerprint.digest,
         "sglang_version": str(manifest.fingerprint.fields.get("sglang_version")),
+        **need(job.ledger, "ledger").reports(),
     }
 
 
 def _refuse_many_quarantined(job: Job) -> None:
-    lost, planned = job.figures.get("samples_quarantined", 0), len(need(job.samples, "samples").samples)
+    lost, planned = job.quarantined, len(need(job.samples, "samples").samples)
     allowed = job.recipe.extract.max_quarantined_share
     if lost > allowed * planned:
         raise GateError(

@@ -22,15 +22,19 @@ def extract_batch(job: Job, batch_id: str) -> None:
     shard = job.folder / f"{batch.id}.safetensors"
     try:
         info = pack_shard(batch, captured.dumps, shard, left_out=captured.reasons)
+        report = {
+            "teacher_positions": agreement.total,
+            "teacher_agreed": agreement.agree,
+            "teacher_strict": agreement.strict,
+            "foreign_dumps": captured.foreign,
+            "counter_gaps": captured.gaps,
+        }
+        need(job.ledger, "ledger").keep_report(batch.id, report)
         writer.commit_batch(info)
     finally:
         shard.unlink(missing_ok=True)
     capture.dumps.clear()
-    job.count(
-        samples_valid=len(captured.dumps), samples_quarantined=len(captured.reasons), tokens=info.layout.tokens,
-        teacher_positions=agreement.total, teacher_agreed=agreement.agree, teacher_strict=agreement.strict,
-        foreign_dumps=captured.foreign, counter_gaps=captured.gaps,
-    )  # fmt: skip
+    job.quarantined += len(captured.reasons)
     for sample_id, reason in captured.reasons.items():
         log.warning("sample %s quarantined: %s", sample_id, reason)
     log.info("%d samples, %d tokens, %.1f MB; teacher agrees at %d of %d positions", len(captured.dumps),

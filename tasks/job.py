@@ -62,14 +62,10 @@ class Job:
     writer: DatasetWriter | None = None
     batches: dict[str, Batch] | None = None
     objects_before: set[str] = field(default_factory=set)
+    quarantined: int = 0
     dataset: Dataset | None = None
     trained: "Trained | None" = None
     prompts: "list[ServedPrompt] | None" = None
-
-    def count(self, **figures: int) -> None:
-        """Add to figures that grow batch by batch."""
-        for name, value in figures.items():
-            self.figures[name] = self.figures.get(name, 0) + value
 
     @contextlib.contextmanager
     def clock(self, step: str) -> Iterator[None]:

@@ -3,6 +3,7 @@ nothing.
 
     <name>-v<k>/plan.json           what the version is made of; written first
     <name>-v<k>/replies/...json     the target's own replies, chunk by chunk
+    <name>-v<k>/reports/...json     what each batch's proof found; written before the batch is committed
     <name>-v<k>/shards, manifest    see hidden_states.dataset_writer
     <name>-v<k>/runs/<run>.json     the summary of each pipeline run that went to its end: the version is closed
 
@@ -19,11 +20,12 @@ from typing import Any, Literal
 from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import MANIFEST
 from hidden_states.errors import DatasetError
-from hidden_states.samples import Prompt, Sample
+from hidden_states.prompts import Prompt
+from hidden_states.samples import Sample
 from hidden_states.store import ObjectExists, Store
 from infra.recipe import Recipe
 
-PLAN, RUNS, REPLIES = "plan.json", "runs", "replies"
+PLAN, RUNS, REPLIES, REPORTS = "plan.json", "runs", "replies", "reports"
 _CHUNK = 64  # prompts an object of replies holds: seconds of work on GPUs, half a minute on a laptop
 
 
@@ -107,6 +109,18 @@ class Ledger:
         """Store one chunk of replies with the sampling settings they were made with."""
         content = {"settings": settings, "replies": replies}
         self.store.put_bytes(f"{self.name}/{REPLIES}/{chunk:06d}.json", _json(content))
+
+    def keep_report(self, batch_id: str, report: dict[str, int]) -> None:
+        """Store what a batch's proof found: counts that add up over batches."""
+        self.store.put_bytes(f"{self.name}/{REPORTS}/{batch_id}.json", _json(report))
+
+    def reports(self) -> dict[str, int]:
+        """The sums of the reports of all batches, whichever run did them."""
+        total: dict[str, int] = {}
+        for info in self.store.list(f"{self.name}/{REPORTS}/"):
+            for name, value in json.loads(self.store.get_bytes(info.key)).items():
+                total[name] = total.get(name, 0) + value
+        return total
 
     def close(self, run_id: str, summary: dict[str, Any]) -> None:
         """Record that a run went to its end with this version."""

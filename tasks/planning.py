@@ -9,8 +9,9 @@ from typing import Any
 from hidden_states.conversations import read_conversations
 from hidden_states.errors import DataError, RecipeError
 from hidden_states.plan import bytes_per_token
+from hidden_states.prompts import Prompt, prepare_prompts
 from hidden_states.report import Report
-from hidden_states.samples import Prompt, Sample, SampleOptions, is_held_out, prepare, prepare_prompts
+from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
 from infra.recipe import Recipe
 
 LOCAL_BATCHES = 3  # dumps of one batch, its shard, and a batch that is being captured

@@ -64,7 +64,7 @@ def finish(job: Job) -> dict[str, Any]:
     wall = job.wall
     figures = {key: value for key, value in job.figures.items() if key not in ("teacher_agreed", "teacher_strict")}
     summary: dict[str, Any] = {
-        **{"warmup_dumps_removed": 0, "samples_quarantined": 0, "teacher_positions": 0},
+        "warmup_dumps_removed": 0,  # a run that found its dataset complete starts no capture server
         **figures,
         "teacher_agreement": share(job, "teacher_agreed"),
         "teacher_agreement_strict": share(job, "teacher_strict"),
@@ -88,10 +88,9 @@ def finish(job: Job) -> dict[str, Any]:
     return summary
 
 
-def share(job: Job, key: str) -> float | None:
-    """Share of this run's teacher positions; None when it captured nothing (its dataset was complete already)."""
-    positions = job.figures.get("teacher_positions", 0)
-    return round(job.figures[key] / positions, 6) if positions else None
+def share(job: Job, key: str) -> float:
+    """Share of the positions the teacher was asked about, over all batches of the dataset."""
+    return round(job.figures[key] / job.figures["teacher_positions"], 6)
 
 
 def clean_up(job: Job) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from hidden_states.errors import DataError
-from hidden_states.samples import Prompt, Sample, is_held_out, sample_from_reply
+from hidden_states.prompts import Prompt
+from hidden_states.samples import Sample, is_held_out, sample_from_reply
 from infra.client import SGLangClient
 from tasks.job import Job, need
 from tasks.ledger import chunks

@@ -1,0 +1,49 @@
+"""Services the user names are used; nothing is started beside them."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from mlflow import MlflowClient
+
+from infra.services import LocalStack
+from tests.flows.runs import Place, tiny_recipe
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_uses_the_services_it_is_given_and_up_and_down_own_the_local_ones(tmp_path: Path) -> None:
+    stack_folder, run_folder = tmp_path / "stack", tmp_path / "run"
+    stack_folder.mkdir()
+    run_folder.mkdir()
+    stack = Place(stack_folder)
+    try:
+        status, output = stack.run("up", "--json")
+        assert status == 0, output
+        services = json.loads(output)["services"]
+        assert all(service["running"] for service in services.values())
+        given = LocalStack(stack_folder / ".eyas").environment()
+        place = Place(run_folder, env=given)
+        recipe = tiny_recipe(run_folder, store={"uri": "s3://eyas/given"}, evaluate={"enabled": False})
+        status, output = place.run("run", str(recipe), "--json")
+        assert status == 0, output
+        (summary,) = place.summaries()
+
+        assert not list((run_folder / ".eyas").glob("services/*"))
+        flow_run = httpx.get(f"{given['PREFECT_API_URL']}/flow_runs/{summary['prefect_flow_run_id']}").json()
+        assert flow_run["state"]["type"] == "COMPLETED"
+        client = MlflowClient(tracking_uri=given["MLFLOW_TRACKING_URI"])
+        assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
+        version = client.get_model_version(summary["model_name"], summary["model_version"])
+        assert version.tags["manifest.sha256"] == summary["manifest_digest"]
+        status, output = place.run("inspect", summary["dataset_uri"], "--json")
+        assert status == 0, output
+        assert json.loads(output)["facts"]["manifest sha256"] == summary["manifest_digest"]
+
+        said = output + "".join(path.read_text(errors="replace") for path in run_folder.rglob("*.json"))
+        assert given["AWS_SECRET_ACCESS_KEY"] not in said
+    finally:
+        status, output = stack.run("down")
+    assert status == 0, output
+    assert not stack.wait_empty(20)
