@@ -139,16 +139,19 @@ class DatasetWriter:
             [done[b] for b in wanted], vocab_map, coverage, held_out_share, dict(extra or {})
         )
         self._refuse_other_manifest(manifest)
-        for key, data in blobs.items():
-            self._put_blob(key, data)
+        replaced = {key: self._put_blob(key, data) for key, data in blobs.items()}
         try:
             self.store.put_bytes(self.key(MANIFEST), manifest.to_bytes(), if_none_match=True)
-        except ObjectExists:
-            self._refuse_other_manifest(
-                manifest
-            )  # the same content: another worker, or our own put whose answer was lost
+        except ObjectExists:  # by another worker, or by our own put whose answer was lost
+            try:
+                self._refuse_other_manifest(manifest)
+            except DatasetError:  # a rival has committed since we looked: give it back what we have replaced
+                for key, data in replaced.items():
+                    if data is not None:
+                        self._put_blob(key, data)
+                raise
         for key, data in blobs.items():
-            self._put_blob(key, data)  # a rival that lost may have replaced one since
+            self._put_blob(key, data)  # a rival that is going to lose may have replaced one since
         return manifest
 
     # -- batches
@@ -300,7 +303,13 @@ class DatasetWriter:
             "A committed dataset never changes. Give this one another name.",
         )
 
-    def _put_blob(self, key: str, data: bytes) -> None:
-        there = self.store.head(self.key(key))
-        if there is None or there.bytes != len(data) or self.store.get_bytes(self.key(key)) != data:
-            self.store.put_bytes(self.key(key), data)
+    def _put_blob(self, key: str, data: bytes) -> bytes | None:
+        """Puts a file of the dataset unless it is there; returns what it replaced."""
+        try:
+            there = self.store.get_bytes(self.key(key))
+        except ObjectMissing:
+            there = None
+        if there == data:
+            return None
+        self.store.put_bytes(self.key(key), data)
+        return there

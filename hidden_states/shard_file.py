@@ -3,6 +3,7 @@
 import json
 import math
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,11 @@ class MappedShard:
     def __init__(self, path: Path, layout: ShardLayout) -> None:
         self.layout = layout
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != layout.file_bytes:
+                raise DatasetError(str(path), f"{size} bytes", f"{layout.file_bytes}", "The file is truncated.")
             # A private mapping counts as writable for torch.frombuffer, but nobody writes to it.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if len(self._map) != layout.file_bytes:
-            raise DatasetError(str(path), f"{len(self._map)} bytes", f"{layout.file_bytes}", "The file is truncated.")
 
     def rows(self, row: int, tokens: int) -> SampleRows:
         """Views of `tokens` rows from `row` on."""
@@ -83,6 +85,8 @@ def open_shard(path: Path, digest: FileDigest) -> tuple[MappedShard, ShardInfo]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > os.fstat(file.fileno()).st_size:
+                raise ValueError("a header longer than the file")
             entries = json.loads(file.read(length))
         facts = json.loads(entries["__metadata__"]["eyas"])
         if facts["format"] != SHARD_FORMAT:

@@ -1,0 +1,185 @@
+"""A shard holds exactly what was captured, proves it, and explains itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas_capture import contract
+from hidden_states import shard as shard_module
+from hidden_states.errors import DatasetError, DumpError
+from hidden_states.plan import Batch, plan_batches
+from hidden_states.shard import ShardInfo, pack_shard
+from hidden_states.shard_file import MappedShard, open_shard, rows_from_bytes
+from hidden_states.store import digest_file
+from tests.hidden_states.stored import AFTER_BLOCK, Capture, Made, make_samples
+
+
+def one_batch(lengths: list[int]) -> Batch:
+    (batch,) = plan_batches(make_samples(lengths), 10**9)
+    return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_safetensors_library_reads_what_was_captured(tmp_path: Path, dtype: torch.dtype) -> None:
+    batch = one_batch([5, 1, 17])
+    dumps = Capture(tmp_path / "dumps", dtype=dtype).dumps(batch.samples)
+    info = pack_shard(batch, dumps, tmp_path / "shard")
+    tensors = safetensors.torch.load_file(tmp_path / "shard")
+    assert set(tensors) == {"input_ids", "loss_mask", "aux", "final", "offsets"}
+    order = [sample.id for sample in batch.samples]
+    assert [entry.id for entry in info.samples] == order
+    assert tensors["aux"].shape == (23, 3, 8) and tensors["final"].shape == (23, 8) and tensors["aux"].dtype == dtype
+    assert tensors["loss_mask"].dtype == torch.uint8
+    for index, sample in enumerate(batch.samples):
+        rows = slice(int(tensors["offsets"][index]), int(tensors["offsets"][index + 1]))
+        assert tensors["input_ids"][rows].tolist() == sample.input_ids
+        assert tensors["loss_mask"][rows].tolist() == sample.loss_mask
+        assert torch.equal(tensors["final"][rows], dumps[sample.id].tensor(contract.FINAL))
+        for column, block in enumerate(AFTER_BLOCK):
+            assert torch.equal(tensors["aux"][rows, column], dumps[sample.id].tensor(contract.block_tensor(block)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    hidden_size=st.integers(1, 9),
+    copy_bytes=st.sampled_from([1, 64, 1 << 20]),
+)
+def test_any_sample_of_any_shard_is_found_by_its_spans(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], hidden_size: int, copy_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("spans")
+    batch = one_batch(lengths)
+    capture = Capture(folder / "dumps", hidden_size)
+    dumps = capture.dumps(batch.samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_module, "COPY_BYTES", copy_bytes)
+        info = pack_shard(batch, dumps, folder / "shard")
+    data = (folder / "shard").read_bytes()
+    assert len(data) == info.layout.file_bytes == info.bytes
+    assert info.digest == digest_file(folder / "shard")
+    mapped, again = open_shard(folder / "shard", info.digest)
+    assert again == info
+    made = Made(None, {sample.id: sample for sample in batch.samples}, dumps, [batch])  # type: ignore[arg-type]
+    for entry in info.samples:
+        spans = info.layout.sample_spans(entry.row, entry.tokens)
+        raw = {name: data[start : start + length] for name, (start, length) in spans.items()}
+        for rows in (rows_from_bytes(info.layout, entry.tokens, raw), mapped.rows(entry.row, entry.tokens)):
+            made.assert_equal(entry.id, rows)
+            assert rows.problem(entry, AFTER_BLOCK) is None
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("tensor", ["input_ids", "aux", "final", "loss_mask"])
+def test_one_flipped_bit_of_a_sample_is_noticed(tmp_path: Path, tensor: str) -> None:
+    batch = one_batch([5, 9])
+    info = pack_shard(batch, Capture(tmp_path / "dumps").dumps(batch.samples), tmp_path / "shard")
+    first, second = info.samples
+    start, length = info.layout.sample_spans(second.row, second.tokens)[tensor]
+    flip(tmp_path / "shard", start + length - 1)
+    mapped = MappedShard(tmp_path / "shard", info.layout)
+    assert mapped.rows(first.row, first.tokens).problem(first, AFTER_BLOCK) is None
+    assert mapped.rows(second.row, second.tokens).problem(second, AFTER_BLOCK) is not None
+
+
+def test_a_dump_that_rotted_on_the_local_disk_is_not_packed(tmp_path: Path) -> None:
+    batch = one_batch([5, 9])
+    dumps = Capture(tmp_path / "dumps").dumps(batch.samples)
+    states = dumps[batch.samples[1].id].ref.path / contract.STATES_FILE
+    flip(states, states.stat().st_size - 3)
+    with pytest.raises(DumpError, match=f"sample {batch.samples[1].id}.*final differs from its checksum"):
+        pack_shard(batch, dumps, tmp_path / "shard")
+
+
+def test_a_dump_of_other_tokens_or_lengths_is_not_packed(tmp_path: Path) -> None:
+    batch = one_batch([5, 9])
+    capture = Capture(tmp_path / "dumps")
+    dumps = capture.dumps(batch.samples)
+    first, second = batch.samples
+    with pytest.raises(DumpError, match="other tokens"):
+        pack_shard(batch, {first.id: dumps[first.id], second.id: dumps[first.id]}, tmp_path / "shard")
+
+
+def test_a_sample_is_packed_or_left_out_with_a_reason(tmp_path: Path) -> None:
+    batch = one_batch([5, 9, 3])
+    kept, lost, also = batch.samples
+    dumps = Capture(tmp_path / "dumps").dumps([kept, also])
+    with pytest.raises(DumpError, match=f"1 samples without a dump, {lost.id}"):
+        pack_shard(batch, dumps, tmp_path / "shard")
+    info = pack_shard(batch, dumps, tmp_path / "shard", left_out={lost.id: "NaN in final, three times"})
+    assert [entry.id for entry in info.samples] == [kept.id, also.id]
+    assert info.left_out == {lost.id: "NaN in final, three times"}
+    assert open_shard(tmp_path / "shard", info.digest)[1] == info
+    with pytest.raises(DumpError, match="no usable sample"):
+        pack_shard(batch, dumps, tmp_path / "shard", left_out={sample.id: "x" for sample in batch.samples})
+
+
+def test_dumps_of_two_capture_settings_are_not_mixed(tmp_path: Path) -> None:
+    batch = one_batch([5, 9])
+    dumps = Capture(tmp_path / "dumps").dumps(batch.samples)
+    dumps[batch.samples[1].id].writer = replace(dumps[batch.samples[1].id].writer, final_norm="pre")
+    with pytest.raises(DumpError, match="capture different states"):
+        pack_shard(batch, dumps, tmp_path / "shard")
+
+
+@pytest.mark.parametrize("change", ["truncate", "text", "foreign", "empty"])
+def test_what_is_no_shard_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    batch = one_batch([5])
+    info: ShardInfo = pack_shard(batch, Capture(tmp_path / "dumps").dumps(batch.samples), tmp_path / "shard")
+    data = (tmp_path / "shard").read_bytes()
+    foreign = safetensors.torch.save({"final": torch.zeros(2, 2)})
+    changed = {"truncate": data[:-1], "text": b"hello, I am a text", "foreign": foreign, "empty": b""}[change]
+    (tmp_path / "shard").write_bytes(changed)
+    with pytest.raises(DatasetError, match="shard"):
+        open_shard(tmp_path / "shard", info.digest)
+
+
+def test_packing_needs_no_second_copy_in_memory(tmp_path: Path) -> None:
+    """256 MB of states are packed with 60 MB more of anonymous memory at most."""
+    batch = one_batch([4096] * 8)
+    dumps = Capture(tmp_path / "dumps", hidden_size=1024).dumps(batch.samples)
+    peak = [0]
+
+    class Watched(shard_module._HashedFile):  # the place every written byte passes
+        def write(self, data: bytes | memoryview) -> None:
+            super().write(data)
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_module, "_HashedFile", Watched)
+        start = anonymous_bytes()
+        info = pack_shard(batch, dumps, tmp_path / "shard")
+    assert info.bytes > 256 << 20
+    assert peak[0] - start < 60 << 20
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon in /proc/self/status")
+
+
+def test_the_header_is_readable_json_with_what_the_capture_said(tmp_path: Path) -> None:
+    batch = one_batch([5, 2])
+    dumps = Capture(tmp_path / "dumps").dumps(batch.samples)
+    info = pack_shard(batch, dumps, tmp_path / "shard")
+    data = (tmp_path / "shard").read_bytes()
+    facts = json.loads(json.loads(data[8 : info.layout.data_start])["__metadata__"]["eyas"])
+    assert facts["batch"] == batch.id and facts["after_block"] == list(AFTER_BLOCK) and facts["final_norm"] == "post"
+    said = dumps[batch.samples[0].id].record.checksums
+    assert facts["samples"][0]["checksums"] == {name: said[name] for name in said if name != contract.INPUT_IDS}
