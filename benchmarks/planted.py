@@ -25,9 +25,10 @@ from hidden_states.gate import NormCheck, Reference
 from hidden_states.mask import learned_spans, mask_of
 from hidden_states.mask_rule import MaskRule
 from hidden_states.match import reconcile
+from hidden_states.prompts import render_prompt
 from hidden_states.record import BadDump
 from hidden_states.render import ChatTemplate, Messages
-from hidden_states.samples import Sample, render_prompt, sample_from_reply
+from hidden_states.samples import Sample, sample_from_reply
 from hidden_states.teacher import TeacherHead, reply_positions
 from hidden_states.validate import Expectation, check_dump
 from tests.dump_factory import DumpFactory

@@ -21,7 +21,7 @@ from hidden_states.conversations import BadRow, Conversation
 from hidden_states.errors import DataError
 from hidden_states.mask import learned_spans, mask_of
 from hidden_states.messages import RowError
-from hidden_states.render import ChatTemplate, Messages, Tools
+from hidden_states.render import ChatTemplate, Messages
 from hidden_states.report import Report
 
 _SCHEMA = pa.schema(
@@ -152,7 +152,7 @@ def prepare(
     for row in conversations:
         report.rows += 1
         if isinstance(row, BadRow):
-            _drop(report, row.kind, row.where, row.reason, options)
+            drop_row(report, row.kind, row.where, row.reason, options)
             continue
         try:
             if not checked:
@@ -160,7 +160,7 @@ def prepare(
                 checked = True
             sample = _sample(chat, row, options, vocab_size, report)
         except RowError as error:
-            _drop(report, error.kind, row.source, error.reason, options)
+            drop_row(report, error.kind, row.source, error.reason, options)
             continue
         if sample is None:
             continue
@@ -201,17 +201,18 @@ def _sample(
         cut = " after cutting" if spans else ""
         report.drop(NOTHING_TO_LEARN, row.source, f"no token to learn{cut}" if cut else "every reply is empty")
         return None
-    _note_markers(chat, row, report)
+    note_markers(chat, row.messages, row.source, report)
     return Sample.of(ids, mask, row.source)
 
 
-def _note_markers(chat: ChatTemplate, row: Conversation, report: Report) -> None:
-    for message in row.messages:
+def note_markers(chat: ChatTemplate, messages: Messages, source: str, report: Report) -> None:
+    """Note a conversation in which a text spells out a special token."""
+    for message in messages:
         token = chat.control_token_in(message["content"])
         if token:
             report.note(
                 "special token spelled out in a text",
-                row.source,
+                source,
                 f"{token!r} in a text of the {message['role']} becomes the real token, as on the server",
             )
             return
@@ -222,106 +223,15 @@ def _check_tokenisation(chat: ChatTemplate, row: Conversation) -> None:
     chat.check_tokenisation(row.messages, row.tools)
 
 
-def _drop(report: Report, kind: str, where: str, reason: str, options: SampleOptions) -> None:
+def drop_row(report: Report, kind: str, where: str, reason: str, options: SampleOptions) -> None:
+    """Count an unusable row.
+
+    Raises:
+        DataError: the options are strict.
+    """
     if options.strict:
         raise DataError(where, reason, None, "Correct the row, or set data.strict to false to report it and go on.")
     report.drop(kind, where, reason, unusable=True)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt for the target to answer: everything up to the last turn that is not the assistant's.
-
-    Attributes:
-        digest: `contract.tokens_sha256` of the ids.
-    """
-
-    ids: list[int]
-    source: str
-    digest: str
-
-
-@dataclass(frozen=True)
-class PreparedPrompts:
-    """Prompts in the order of their digests, and what became of every row."""
-
-    prompts: list[Prompt]
-    report: Report
-
-
-def prepare_prompts(
-    conversations: Iterable[Conversation | BadRow],
-    tokenizer: PreTrainedTokenizerBase,
-    options: SampleOptions | None = None,
-) -> PreparedPrompts:
-    """Prompts of conversations whose last reply the target shall write itself; the replies in the file are left out.
-
-    `max_tokens` bounds the prompt. A prompt that is too long is skipped whatever `when_too_long` says, except "refuse":
-    half a prompt is another question.
-
-    Raises:
-        DataError: as `prepare`.
-    """
-    options = options or SampleOptions()
-    chat = ChatTemplate(tokenizer, dict(options.template_kwargs))
-    vocab_size = options.vocab_size or len(tokenizer)
-    report, seen = Report(), dict[str, Prompt]()
-    for row in conversations:
-        report.rows += 1
-        if isinstance(row, BadRow):
-            _drop(report, row.kind, row.where, row.reason, options)
-            continue
-        messages = prompt_messages(row.messages)
-        if not messages:
-            report.drop("nothing to answer", row.source, "only the assistant speaks")
-            continue
-        try:
-            _ = chat.opening
-            ids = chat.ids(chat.text(messages, row.tools, generation_prompt=True))
-            check_ids(ids, vocab_size)
-        except RowError as error:
-            _drop(report, error.kind, row.source, error.reason, options)
-            continue
-        if options.max_tokens is not None and len(ids) > options.max_tokens:
-            found = f"a prompt of {len(ids)} tokens, at most {options.max_tokens} allowed"
-            if options.when_too_long == "refuse":
-                raise DataError(row.source, found, None, "Shorten the row, raise data.max_tokens, or choose skip.")
-            report.drop(TOO_LONG, row.source, found)
-            continue
-        prompt = Prompt(ids, row.source, contract.tokens_sha256(ids))
-        if prompt.digest in seen:
-            report.drop(DUPLICATE, row.source, f"same prompt as {seen[prompt.digest].source}")
-            continue
-        seen[prompt.digest] = prompt
-        report.count(len(ids), 0)
-    report.check(options.max_bad_share)
-    return PreparedPrompts([seen[digest] for digest in sorted(seen)], report)
-
-
-def prompt_messages(messages: Messages) -> Messages:
-    """The turns before the last reply: what the target is asked."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    return messages[:end] if any(m["role"] in ("user", "tool") for m in messages[:end]) else []
-
-
-def render_prompt(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Tools = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of turns with the generation prompt after them.
-
-    Raises:
-        DataError: the template refuses the turns.
-    """
-    chat = ChatTemplate(tokenizer, dict(template_kwargs or {}))
-    try:
-        return chat.ids(chat.text(messages, tools, generation_prompt=True))
-    except RowError as error:
-        raise DataError("prompt", error.reason) from error
 
 
 def sample_from_reply(prompt_ids: Sequence[int], reply_ids: Sequence[int], source: str) -> Sample:
