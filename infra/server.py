@@ -41,7 +41,13 @@ CPU_FLAGS: dict[str, Any] = {
     "max-total-tokens": 16384,
     "max-running-requests": 16,
 }
-CPU_ENV: dict[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+CPU_ENV: dict[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Threads that wait give their core away. Spinning, two threads on two cores that others use are slower than one.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 POLL_S = 0.3
 HEALTH_TIMEOUT_S = 5.0
@@ -94,7 +100,7 @@ class SGLangServer:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.port = spec.port
-        self._process: OwnedProcess | None = None
+        self.process: OwnedProcess | None = None
 
     @property
     def base_url(self) -> str:
@@ -113,7 +119,7 @@ class SGLangServer:
             self.port = free_port(self.spec.host)
         else:
             _refuse_used_port(self.spec.host, self.port)
-        self._process = OwnedProcess(
+        self.process = OwnedProcess(
             [*command, "--host", self.spec.host, "--port", str(self.port)],
             log_path=self.spec.log_path,
             pid_file=self.spec.pid_file,
@@ -150,19 +156,19 @@ class SGLangServer:
 
     def alive(self) -> bool:
         """Whether the server's process runs."""
-        return self._process is not None and self._process.alive()
+        return self.process is not None and self.process.alive()
 
     def ensure_alive(self) -> None:
         """Raise ServerError, with the last log lines, if the server is dead."""
         if self.alive():
             return
-        if self._process is None:
+        if self.process is None:
             raise ServerError("SGLang", "the server was not started, or was stopped", None, "Start it again.")
-        tail = "\n    ".join(self._process.last_lines(15))
+        tail = "\n    ".join(self.process.last_lines(15))
         advice = next((do for pattern, do in ADVICE if re.search(pattern, tail)), "The log has the whole story.")
         raise ServerError(
             f"SGLang ({self.spec.log_path})",
-            f"the server died with status {self._process.returncode}",
+            f"the server died with status {self.process.returncode}",
             None,
             f"{advice} Its last lines:\n    {tail}",
         )
@@ -182,18 +188,18 @@ class SGLangServer:
         path = Path(self.spec.log_path).with_suffix(".stacks.txt")
         spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         with path.open("w", encoding="utf-8") as out:
-            for pid in self._process.pids() if self._process is not None else []:
+            for pid in self.process.pids() if self.process is not None else []:
                 out.write(f"===== process {pid}\n{_stacks(spy, pid)}\n")
         return path
 
     def stop(self) -> None:
         """End the server and all its processes; returns when nothing is left. Harmless when it is over."""
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
 
     def __enter__(self) -> Self:
-        return self if self._process is not None else self.start()
+        return self if self.process is not None else self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -245,15 +251,15 @@ class SGLangServer:
             return False
 
     def _show_new_lines(self, on_line: Callable[[str], None] | None) -> None:
-        if on_line is not None and self._process is not None:
-            for line in self._process.new_lines():
+        if on_line is not None and self.process is not None:
+            for line in self.process.new_lines():
                 on_line(line)
 
     def _refuse_stranger(self) -> None:
         """Our server may still be loading while somebody else, who took the port meanwhile, answers."""
-        assert self._process is not None and self.port is not None
+        assert self.process is not None and self.port is not None
         listener = listening_process(self.port)
-        if listener is not None and listener.pid not in self._process.pids():
+        if listener is not None and listener.pid not in self.process.pids():
             self.stop()
             raise ServerError(
                 self.base_url,
@@ -263,9 +269,9 @@ class SGLangServer:
             )
 
     def _give_up(self, deadline_s: float) -> None:
-        assert self._process is not None
+        assert self.process is not None
         stacks = self.save_stacks()
-        tail = "\n    ".join(self._process.last_lines(15))
+        tail = "\n    ".join(self.process.last_lines(15))
         self.stop()
         raise ServerError(
             f"SGLang ({self.spec.log_path})",
@@ -281,6 +287,7 @@ class AttachedServer(SGLangServer):
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
+        self.process = None
 
     @property
     def base_url(self) -> str:

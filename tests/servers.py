@@ -23,7 +23,7 @@ def cpu_spec(
         log_path=folder / "sglang.log",
         pid_file=folder / "sglang.pid",
         flags=CPU_FLAGS | {key.replace("_", "-"): value for key, value in flags.items()},
-        env=CPU_ENV | dict(env or {}),
+        env=CPU_ENV | {"OMP_NUM_THREADS": "1"} | dict(env or {}),  # tiny models have nothing to share between threads
         draft_path=draft,
     )
 
