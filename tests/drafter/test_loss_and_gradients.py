@@ -32,7 +32,7 @@ def ours(
         if value.requires_grad:
             value.backward()
         tally.add(part)
-        total += float(value)
+        total += float(value.detach())
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in drafter.named_parameters()}
     return total, tally, grads
 
