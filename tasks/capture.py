@@ -117,6 +117,10 @@ class CaptureSession:
         """Whether the server's process still runs (a server that is not ours: whether it answers)."""
         return self.server is not None and self.server.alive()
 
+    def may_still_write(self) -> bool:
+        """Whether a dump may still come. Another's server is not asked: its health check is a request of its own."""
+        return not self.owned or self.alive
+
     def revive(self) -> bool:
         """Start the server again if it died. Returns whether that was needed."""
         if self.alive:

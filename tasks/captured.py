@@ -42,8 +42,8 @@ def capture_batch(job: Job, batch: Batch) -> Captured:
         requests = {f"{contract.OPT_IN_PREFIX}{secrets.token_hex(4)}-{s.id}": s for s in pending.values()}
         failed = _send(job, requests, result)
         expected = requests.keys() - failed.keys()
-        capture.dumps.wait_for(expected, job.recipe.extract.dump_timeout_s, keep_waiting=lambda: capture.alive)
-        if not capture.alive:
+        capture.dumps.wait_for(expected, job.recipe.extract.dump_timeout_s, keep_waiting=capture.may_still_write)
+        if capture.owned and not capture.alive:
             need(capture.server, "server").ensure_alive()
         refs = capture.dumps.dumps()
         found = reconcile(requests, refs, capture.base_line, capture.dumps.seen())

@@ -26,7 +26,7 @@ from hidden_states.store import ObjectExists, Store
 from infra.recipe import Recipe
 
 PLAN, RUNS, REPLIES, REPORTS = "plan.json", "runs", "replies", "reports"
-_CHUNK = 64  # prompts an object of replies holds: seconds of work on GPUs, half a minute on a laptop
+_ROUNDS = 4  # requests in flight, times this: the prompts of a chunk; the server is never short of work for long
 
 
 def plan_identity(recipe: Recipe, prompts: list[Prompt], samples: list[Sample]) -> dict[str, Any]:
@@ -105,10 +105,10 @@ class Ledger:
                 found[reply["prompt"]] = reply
         return found
 
-    def keep_replies(self, chunk: int, settings: dict[str, Any], replies: list[dict[str, Any]]) -> None:
-        """Store one chunk of replies with the sampling settings they were made with."""
+    def keep_replies(self, settings: dict[str, Any], replies: list[dict[str, Any]]) -> None:
+        """Store one chunk of replies, named by its first prompt, with the sampling settings they were made with."""
         content = {"settings": settings, "replies": replies}
-        self.store.put_bytes(f"{self.name}/{REPLIES}/{chunk:06d}.json", _json(content))
+        self.store.put_bytes(f"{self.name}/{REPLIES}/{replies[0]['prompt'][:16]}.json", _json(content))
 
     def keep_report(self, batch_id: str, report: dict[str, int]) -> None:
         """Store what a batch's proof found: counts that add up over batches."""
@@ -131,9 +131,10 @@ class Ledger:
         return {info.key: info.bytes for info in self.store.list(f"{self.name}/")}
 
 
-def chunks(items: list[Prompt]) -> list[list[Prompt]]:
-    """Prompts in the groups their replies are stored in; a function of the plan alone."""
-    return [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
+def chunks(items: list[Prompt], in_flight: int) -> list[list[Prompt]]:
+    """Prompts in the groups their replies are asked and stored in: what a kill loses at most."""
+    size = _ROUNDS * in_flight
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _versions(store: Store, base: str) -> list[int]:

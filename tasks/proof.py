@@ -49,6 +49,7 @@ def prove_states(job: Job) -> None:
     """
     capture, log = need(job.capture, "capture server"), get_run_logger()
     capture.revive()
+    capture.clear()
     job.judges = Judges.of(job.recipe)
     samples = sorted(need(job.samples, "samples").samples, key=lambda s: (len(s), s.digest))
     middle = len(samples) // 2

@@ -44,18 +44,18 @@ def regenerate_replies(job: Job) -> None:
     log = get_run_logger()
     known = ledger.replies()
     done = asked = 0
-    for number, group in enumerate(chunks(plan.prompts)):
+    for group in chunks(plan.prompts, job.recipe.server.max_in_flight_requests):
         missing = [prompt for prompt in group if prompt.digest not in known]
         if missing:
             answers = _ask(need(capture.client, "client"), missing, job)
             known |= {answer["prompt"]: answer for answer in answers}
             kept = [known[prompt.digest] for prompt in group]
-            ledger.keep_replies(number, settings.model_dump(mode="json"), kept)
+            ledger.keep_replies(settings.model_dump(mode="json"), kept)
             asked += len(missing)
+            capture.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
         done += len(group)
         log.info("%d of %d replies", done, len(plan.prompts))
     job.samples = _samples(plan.prompts, known)
-    capture.clear()  # the prompts' own prefills: not what is extracted, and not strangers either
     job.figures |= {"replies_generated": asked, "replies_empty": job.samples.empty, "replies_cut": job.samples.cut}
     log.info("%d samples; %d replies cut at %d tokens, %d empty", len(job.samples.samples), job.samples.cut,
              settings.max_new_tokens, job.samples.empty)  # fmt: skip
