@@ -73,7 +73,7 @@ class CheckpointFolder:
             progress = json.loads((folder / _PROGRESS).read_text())
             training = torch.load(folder / _TRAINING, weights_only=True)
             return Checkpoint(load_file(folder / _WEIGHTS), training, progress)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # the unpickler ends in any of ten types on a torn file; they all mean this
             raise TrainingError(
                 str(folder), f"unreadable ({error})", "a whole checkpoint",
                 "Remove this folder; training then resumes from the one before.",

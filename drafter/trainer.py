@@ -158,6 +158,7 @@ class Trainer:
         self.first_rank = self.ranks == 1 or dist.get_rank() == 0
         self.progress = _Progress()
         self._stream: Iterable[Batch] | None = None
+        self._stopped = False
         self._epoch_rows = 0  # packed rows of this epoch; 0 = its length is not known
 
     def run(self) -> TrainResult:
@@ -169,11 +170,7 @@ class Trainer:
         config, progress = self.config, self.progress
         began = time.monotonic() - progress.seconds
         validated: Figures | None = None
-        stopped = False
         for group in self._groups():
-            if self._anywhere(bool(self.stop and self.stop())):
-                stopped = True
-                break
             step_began = time.monotonic()
             lr = config.schedule.at(progress.step, self._course_done())
             for parameters in self.optimiser.param_groups:
@@ -200,12 +197,12 @@ class Trainer:
                 validated = self._validate()
             if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
                 self._save()
-        if not stopped and (not config.validate_every or progress.step % config.validate_every):
+        if not self._stopped and (not config.validate_every or progress.step % config.validate_every):
             validated = self._validate()
         self._save()
         return TrainResult(
             progress.step, progress.epoch, progress.tokens, progress.seconds, progress.loss_first, progress.loss_last,
-            stopped, validated, progress.best,
+            self._stopped, validated, progress.best,
         )  # fmt: skip
 
     def evaluate(self, batches: Iterable[Batch]) -> Figures:
@@ -213,15 +210,17 @@ class Trainer:
         return evaluate(self.drafter, batches, self.teacher, self.config.ttt_steps, self.config.loss, self.dtype)
 
     def _groups(self) -> Iterator[list[Batch]]:
-        """The packed rows of each optimiser step, epoch after epoch, until the course is done. A rank whose rows have
-        run out gives empty groups until every rank's have."""
+        """The packed rows of each optimiser step, epoch after epoch, until the course is done or a stop is asked for
+        (before rows are taken: a position in the data is saved with the steps that used it). A rank whose rows have run
+        out gives empty groups until every rank's have."""
         progress = self.progress
-        while not self._course_over():
-            self._stream = self._stream or self.batches(progress.epoch)
+        while not self._leaving():
+            if self._stream is None:
+                self._stream = self.batches(progress.epoch)
             left = len(self._stream) if isinstance(self._stream, Sized) else 0
             self._epoch_rows = progress.in_epoch + left if left else 0
             rows = iter(self._stream)
-            while not self._course_over():
+            while not self._leaving():
                 group = [row for _, row in zip(range(self.config.accumulate), rows, strict=False)]
                 if not self._anywhere(bool(group)):
                     break
@@ -309,8 +308,9 @@ class Trainer:
             by_epochs = (progress.epoch + within) / config.epochs
         return min(1.0, max(by_steps, by_time, by_epochs))
 
-    def _course_over(self) -> bool:
-        return self._anywhere(self._course_done() >= 1.0)
+    def _leaving(self) -> bool:
+        self._stopped = self._anywhere(bool(self.stop and self.stop()))
+        return self._stopped or self._anywhere(self._course_done() >= 1.0)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: value.detach().cpu().contiguous() for name, value in self.drafter.state_dict().items()}

@@ -1,0 +1,287 @@
+"""The training loop: nothing lost by a stop, nothing changed by packing, nothing learned from a broken batch."""
+
+import math
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.acceptance import Figures
+from drafter.checkpoint import Checkpoint, CheckpointFolder
+from drafter.config import DrafterConfig
+from drafter.loss import LossConfig
+from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.schedule import Schedule
+from drafter.trainer import StepMetrics, TrainConfig, Trainer, stop_on_sigterm
+from hidden_states.errors import TrainingError
+from tests.drafter.packing import Packed, document, pack, random_drafter, small_config
+
+COURSE = TrainConfig(
+    ttt_steps=3, schedule=Schedule(lr=3e-3, kind="linear", warmup_steps=3), max_steps=12,
+    loss=LossConfig(out_of_vocab="renormalise"),
+)  # fmt: skip
+
+
+def world(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Drafter, TargetWeights, list[dict]]:
+    """A drafter, its target and nine documents: the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    config = small_config()
+    drafter, target = random_drafter(config, generator, dtype)
+    return drafter, target, [document(generator, n, config) for n in (9, 12, 7, 15, 4, 10, 8, 11, 13)]
+
+
+def rows_of(documents: list[dict], each: int = 2) -> list[Packed]:
+    groups = [documents[i : i + each] for i in range(0, len(documents), each)]
+    return [
+        pack(g, torch.float32, [f"doc-{n * each + i}" for i in range(len(g))]) for n, g in enumerate(groups)
+    ]  # fmt: skip
+
+
+def train(
+    course: TrainConfig = COURSE, folder: Path | None = None, stop_after: int | None = None, batches=None
+) -> dict:
+    """Trains the world of seed 0; losses by step, weights, and how it ended."""
+    drafter, target, documents = world()
+    losses: dict[int, float] = {}
+
+    def note(metrics: StepMetrics) -> None:
+        losses[metrics.step] = metrics.loss
+
+    trainer = Trainer(
+        course, drafter, target, batches or (lambda epoch: rows_of(documents)), folder, on_step=note,
+        stop=lambda: stop_after is not None and len(losses) >= stop_after,
+    )  # fmt: skip
+    result = trainer.run()
+    return {"losses": losses, "weights": drafter.state_dict(), "result": result}
+
+
+class Positioned:
+    """A stream that remembers where it is, as `hidden_states.stream` does."""
+
+    def __init__(self, rows: list[Packed]) -> None:
+        self.rows, self.at = rows, 0
+
+    def __iter__(self) -> Iterable[Packed]:
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+
+    def __len__(self) -> int:
+        return len(self.rows) - self.at
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 5, 7, 11])
+@pytest.mark.parametrize("positioned", [True, False])
+def test_a_training_stopped_at_any_step_resumes_to_the_same_bit(tmp_path, stop_after, positioned) -> None:
+    def batches(epoch: int):
+        rows = rows_of(world()[2])
+        rows = rows[epoch % 3 :] + rows[: epoch % 3]
+        return Positioned(rows) if positioned else rows
+
+    whole = train(batches=batches)
+    first = train(folder=tmp_path, stop_after=stop_after, batches=batches)
+    assert first["result"].stopped and first["result"].steps == stop_after
+    second = train(folder=tmp_path, batches=batches)
+    assert not second["result"].stopped
+    assert {**first["losses"], **second["losses"]} == whole["losses"]
+    assert all(torch.equal(second["weights"][n], w) for n, w in whole["weights"].items())
+    assert second["result"].loss_first == whole["result"].loss_first
+    assert second["result"].tokens == whole["result"].tokens
+
+
+def test_a_finished_training_run_again_does_nothing(tmp_path) -> None:
+    done = train(folder=tmp_path)
+    again = train(folder=tmp_path)
+    assert again["losses"] == {}
+    assert again["result"].steps == done["result"].steps
+    assert all(torch.equal(again["weights"][n], w) for n, w in done["weights"].items())
+
+
+@pytest.mark.parametrize(("each", "accumulate"), [(1, 9), (2, 5), (3, 3), (9, 1)])
+def test_packing_and_accumulation_do_not_change_the_loss_or_the_update(each, accumulate) -> None:
+    """The documents of one optimiser step in one row, in several, in one each: counts weigh tokens, not rows."""
+    steps = []
+    for e, a in ((9, 1), (each, accumulate)):
+        drafter, target, documents = world(dtype=torch.float64)
+        rows = [pack(documents[i : i + e]) for i in range(0, len(documents), e)]
+        losses: list[StepMetrics] = []
+        course = replace(COURSE, accumulate=a, max_steps=3)
+        trainer = Trainer(course, drafter, target, lambda epoch, rows=rows: rows, on_step=losses.append)
+        trainer.dtype = torch.float64
+        trainer.teacher.embedding, trainer.teacher.head = target.embedding, target.head
+        trainer.teacher.draft_head = target.head[drafter.draft_ids]
+        trainer.run()
+        steps.append(
+            ([m.loss for m in losses], [m.grad_norm for m in losses], losses[-1].figures, drafter.state_dict())
+        )
+    (loss_a, norm_a, figures_a, weights_a), (loss_b, norm_b, figures_b, weights_b) = steps
+    assert loss_a == pytest.approx(loss_b, rel=1e-9)
+    assert norm_a == pytest.approx(norm_b, rel=1e-9)
+    assert figures_a.flat() == pytest.approx(figures_b.flat(), rel=1e-9)
+    assert all(torch.allclose(weights_a[n], weights_b[n], rtol=1e-7) for n in weights_a if n != "d2t")
+
+
+def test_a_row_without_tokens_to_learn_is_passed_over() -> None:
+    documents = world()[2]
+    for doc in documents[:4]:
+        doc["learn"] = torch.zeros_like(doc["learn"])
+    run = train(replace(COURSE, max_steps=5), batches=lambda epoch: rows_of(documents))
+    assert all(math.isfinite(loss) for loss in run["losses"].values())
+    assert run["losses"][1] == 0.0
+
+
+def test_a_value_that_is_not_a_number_stops_before_the_update_and_names_the_samples(tmp_path) -> None:
+    documents = world()[2]
+    documents[4]["aux"][1] = float("nan")
+    documents[4]["learn"] = torch.ones_like(documents[4]["learn"])
+    course = replace(COURSE, checkpoint_every=1)
+    with pytest.raises(TrainingError, match=r"doc-4, doc-5") as caught:
+        train(course, tmp_path, batches=lambda epoch: rows_of(documents))
+    assert "step 3" in str(caught.value) and "doc-0" not in str(caught.value)
+    newest = CheckpointFolder(tmp_path).load_newest()
+    assert newest is not None and newest.progress["step"] == 2
+    assert all(bool(w.isfinite().all()) for w in newest.weights.values())
+
+
+def test_a_jump_of_the_loss_stops_and_names_the_samples() -> None:
+    drafter, target, documents = world()
+
+    def break_it(metrics: StepMetrics) -> None:
+        if metrics.step == 25:
+            with torch.no_grad():
+                drafter.lm_head.weight.mul_(100)
+
+    trainer = Trainer(replace(COURSE, max_steps=60), drafter, target, lambda e: rows_of(documents), on_step=break_it)
+    with pytest.raises(TrainingError, match=r"step 26, samples doc-0, doc-1: .* running mean"):
+        trainer.run()
+
+
+def test_checkpoints_of_another_training_are_not_continued(tmp_path) -> None:
+    train(replace(COURSE, max_steps=2), tmp_path)
+    with pytest.raises(TrainingError, match="ttt_steps"):
+        train(replace(COURSE, ttt_steps=2), tmp_path)
+
+
+def test_only_the_newest_checkpoints_are_kept_and_a_torn_one_is_never_seen(tmp_path) -> None:
+    (tmp_path / ".tmp-step-3").mkdir()
+    (tmp_path / ".tmp-step-3" / "drafter.safetensors").write_text("half")
+    train(replace(COURSE, checkpoint_every=2, keep=2), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000012"]
+
+
+def test_a_damaged_checkpoint_says_which_folder_to_remove(tmp_path) -> None:
+    train(replace(COURSE, max_steps=2), tmp_path)
+    (tmp_path / "step-00000002" / "training.pt").write_bytes(b"rubbish")
+    with pytest.raises(TrainingError, match="step-00000002"):
+        train(folder=tmp_path)
+
+
+def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for value in (1.0, 2.0):
+        folder.save(5, Checkpoint({"w": torch.tensor([value])}, {}, {}))
+    newest = folder.load_newest()
+    assert newest is not None and newest.weights["w"].item() == 2.0
+
+
+def test_sigterm_saves_and_returns(tmp_path) -> None:
+    drafter, target, documents = world()
+
+    def send(metrics: StepMetrics) -> None:
+        if metrics.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with stop_on_sigterm() as stop:
+        result = Trainer(
+            COURSE, drafter, target, lambda epoch: rows_of(documents), tmp_path, on_step=send, stop=stop
+        ).run()  # fmt: skip
+    assert result.stopped and result.steps == 3
+    assert CheckpointFolder(tmp_path).steps() == [3]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_best_drafter_by_simulated_acceptance_is_kept(tmp_path) -> None:
+    drafter, target, documents = world()
+    seen: list[float] = []
+
+    def note(step: int, figures: Figures) -> None:
+        seen.append(figures.acceptance_length)
+
+    result = Trainer(
+        replace(COURSE, validate_every=3), drafter, target, lambda epoch: rows_of(documents), tmp_path,
+        validation=lambda: rows_of(documents), on_validation=note,
+    ).run()  # fmt: skip
+    best = CheckpointFolder(tmp_path).load_best()
+    assert best is not None and best[1]["acceptance_length"] == max(seen) == result.best_acceptance_length
+    assert len(seen) == 4
+
+
+def test_a_course_of_epochs_ends_after_them_and_its_rate_falls_within_them() -> None:
+    rates: list[float] = []
+    drafter, target, documents = world()
+    course = replace(COURSE, max_steps=None, epochs=2, schedule=Schedule(lr=1.0, kind="linear", warmup_steps=0))
+    result = Trainer(
+        course, drafter, target, lambda epoch: Positioned(rows_of(documents)), on_step=lambda m: rates.append(m.lr)
+    ).run()  # fmt: skip
+    assert result.steps == len(rates) == 10
+    assert rates == pytest.approx([1 - n / 10 for n in range(10)])
+
+
+def test_a_course_without_an_end_is_refused() -> None:
+    with pytest.raises(TrainingError, match="max_steps"):
+        TrainConfig()
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(TrainingError, match="no packed rows"):
+        train(batches=lambda epoch: [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("linear", [1.0, 0.75, 0.5, 0.25]), ("cosine", [1.0, 0.8536, 0.5, 0.1464]), ("wsd", [1.0, 1.0, 1.0, 0.5])],
+)
+def test_schedules(kind, expected) -> None:
+    schedule = Schedule(lr=1.0, kind=kind, warmup_steps=0, decay_share=0.5)
+    assert [round(schedule.at(n, n / 4), 4) for n in range(4)] == expected
+    assert replace(schedule, warmup_steps=4).at(0, 0.0) == 0.25
+
+
+def test_it_learns_what_can_be_learned() -> None:
+    """A target whose next token is a function of the current one: the drafter becomes right at every step."""
+    generator = torch.Generator().manual_seed(1)
+    config: DrafterConfig = small_config(hidden_size=32, vocab_size=24, draft_vocab_size=24, after_block=(1, 3))
+    drafter, target = random_drafter(config, generator, torch.float32)
+    drafter.initialise(target.head, seed=0)
+    follows = torch.randperm(24, generator=generator)
+    documents = []
+    for _ in range(24):
+        ids = [int(torch.randint(24, (), generator=generator))]
+        while len(ids) < 12:
+            ids.append(int(follows[ids[-1]]))
+        tokens = torch.tensor(ids)
+        states = target.embedding[tokens]
+        documents.append(
+            {
+                "ids": tokens, "learn": torch.ones_like(tokens), "aux": states[:, None].repeat(1, 2, 1),
+                "final": 3 * target.head[follows[tokens]],
+            }
+        )  # fmt: skip
+    course = TrainConfig(ttt_steps=3, schedule=Schedule(lr=5e-3, warmup_steps=10), max_steps=120)
+    trainer = Trainer(course, drafter, target, lambda epoch: [pack(documents, torch.float32)])
+    before = trainer.evaluate([pack(documents, torch.float32)])
+    trainer.run()
+    after = trainer.evaluate([pack(documents, torch.float32)])
+    assert before.acceptance_length < 1.5
+    assert after.acceptance_length > 3.9
+    assert after.loss < before.loss
