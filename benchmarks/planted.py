@@ -255,7 +255,7 @@ def mask_of_another_template(scene: Scene) -> None:
     answer = tokenizer.decode(scene.sample.input_ids[-REPLY_TOKENS:])
     talk: Messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]
     chat = ChatTemplate(tokenizer)
-    _, mask = mask_of(chat, *learned_spans(chat, talk, None, "all", True))
+    _, mask = mask_of(chat, learned_spans(chat, talk, None, "all", True))
     size = len(scene.sample)
     mask = (mask + [1] * size)[:size]
     scene.captured_as = Sample.of(scene.sample.input_ids, mask, scene.sample.source)

@@ -6,13 +6,15 @@ The target writes a reply after the generation prompt and ends with its stop tok
     |--------- before = rendering of the turns so far, with generation prompt --|
                                                              learned: |^^^^^^^^^^^^^^^^|
 
-Both ends must fall between two tokens: the tokens of the text up to there must be the first tokens of the whole. Where
-a template has `{% generation %}` blocks, its author has said which characters the assistant writes; they are taken as
-they are.
+Both ends must fall between two tokens: the tokens of the text up to there must be the first tokens of the whole, or the
+prompt the target gets in serving is another one than it is trained after. (Where reasoning is left out, learning starts
+in mid-reply; there it is enough that no token lies across the place.) Where a template has `{% generation %}` blocks,
+its author has said which characters the assistant writes; they are taken as they are.
 """
 
 import copy
 import re
+from dataclasses import dataclass
 from typing import Literal
 
 from hidden_states.messages import RowError
@@ -22,10 +24,24 @@ _CLOSING = re.compile(r"\s*</[^<>\s]{1,40}>\s*")
 _THINK_END = "</think>"
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as text.
+
+    Attributes:
+        spans: of the characters to learn, ascending; none when every reply is empty.
+        inside: starts of spans that lie in mid-reply.
+    """
+
+    text: str
+    spans: list[Span]
+    inside: frozenset[int] = frozenset()
+
+
 def learned_spans(
     chat: ChatTemplate, messages: Messages, tools: Tools, learn: Literal["all", "last"], learn_reasoning: bool
-) -> tuple[str, list[Span]]:
-    """The rendering and the spans of its characters to learn, ascending; no spans when every reply is empty.
+) -> Rendering:
+    """The rendering of a conversation and what of it is to be learned.
 
     Raises:
         RowError: the template refuses the conversation, or the replies' places in the rendering are not certain.
@@ -37,29 +53,35 @@ def learned_spans(
         _check_reply_text(chat, messages[i], i)
     chosen = [i for i in (replies if learn == "all" else replies[-1:]) if _says_something(messages[i])]
     if not chosen:
-        return text, []
+        return Rendering(text, [])
     blocks = chat.generation_spans(messages, tools, text)
     if blocks is not None:
         spans = _tagged_spans(chat, messages, tools, text, blocks, replies, chosen)
     else:
         spans = [_reply_span(chat, messages, tools, text, i) for i in chosen]
+    starts = {start for start, _ in spans}
     if not learn_reasoning:
         for i in chosen:
             spans = _without(spans, _reasoning(chat, messages, tools, text, i))
-    return text, [(start, end) for start, end in spans if start < end]
+    spans = [(start, end) for start, end in spans if start < end]
+    return Rendering(text, spans, frozenset(start for start, _ in spans if start not in starts))
 
 
-def mask_of(chat: ChatTemplate, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
+def mask_of(chat: ChatTemplate, rendering: Rendering) -> tuple[list[int], list[int]]:
     """Token ids of a rendering and the mask (0/1) of the tokens inside the spans.
 
     Raises:
         RowError: a span begins or ends inside a token.
     """
-    places = [place for span in spans for place in span]
+    text = rendering.text
+    places = [place for span in rendering.spans for place in span]
     ids, *prefixes = chat.ids_of_all([text, *(text[:place] for place in places)])
     counts: list[int] = []
     for place, prefix in zip(places, prefixes, strict=True):
-        if ids[: len(prefix)] != prefix:
+        count = len(prefix) if ids[: len(prefix)] == prefix else None
+        if count is None and place in rendering.inside:
+            count = chat.tokens_before(text, place)
+        if count is None:
             which = "start" if len(counts) % 2 == 0 else "end"
             around = text[max(0, place - 12) : place], text[place : place + 12]
             raise RowError(
@@ -67,7 +89,7 @@ def mask_of(chat: ChatTemplate, text: str, spans: list[Span]) -> tuple[list[int]
                 f"the {which} of a reply falls inside a token: the text {around[0]!r} | {around[1]!r} is tokenised "
                 "otherwise alone than together",
             )
-        counts.append(len(prefix))
+        counts.append(count)
     mask = [0] * len(ids)
     for start, end in zip(counts[::2], counts[1::2], strict=True):
         mask[start:end] = [1] * (end - start)

@@ -46,7 +46,7 @@ class MaskRule:
             roles = itertools.cycle(("user", "assistant"))
             messages = [{"role": role, "content": content} for role, content in zip(roles, talk, strict=False)]
             try:
-                ids, mask = mask_of(chat, *learned_spans(chat, messages, None, "last", True))
+                ids, mask = mask_of(chat, learned_spans(chat, messages, None, "last", True))
             except RowError as error:
                 raise DataError("the target's chat template", error.reason) from error
             for start, stop in runs(mask):

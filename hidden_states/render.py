@@ -79,6 +79,17 @@ class ChatTemplate:
         """`ids` of several texts in one call (tokenizers work on them in parallel)."""
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
+    def tokens_before(self, text: str, place: int) -> int | None:
+        """Number of tokens of a text before a place in it; None when a token lies across it, or the tokenizer cannot
+        tell (those written in Python know no offsets)."""
+        if not self.tokenizer.is_fast:
+            return None
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets: list[Span] = encoding["offset_mapping"]
+        if any(start < place < end for start, end in offsets):
+            return None
+        return sum(end <= place for _, end in offsets)
+
     def check_tokenisation(self, messages: Messages, tools: Tools = None) -> None:
         """Compare `ids(text())` with what the tokenizer's own one-step call gives.
 

@@ -182,8 +182,8 @@ def _sample(
         report.drop(NOTHING_TO_LEARN, row.source, "no reply in it")
         return None
     messages = row.messages[: replies[-1] + 1]  # no reply follows what comes after the last one
-    text, spans = learned_spans(chat, messages, row.tools, options.learn, options.learn_reasoning)
-    ids, mask = mask_of(chat, text, spans)
+    rendering = learned_spans(chat, messages, row.tools, options.learn, options.learn_reasoning)
+    ids, mask = mask_of(chat, rendering)
     check_ids(ids, vocab_size)
     bos = chat.tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
@@ -198,7 +198,7 @@ def _sample(
         report.note("cut to the longest length", row.source, found)
         ids, mask = ids[: options.max_tokens], mask[: options.max_tokens]
     if not any(mask):
-        cut = " after cutting" if spans else ""
+        cut = " after cutting" if rendering.spans else ""
         report.drop(NOTHING_TO_LEARN, row.source, f"no token to learn{cut}" if cut else "every reply is empty")
         return None
     note_markers(chat, row.messages, row.source, report)
