@@ -157,8 +157,10 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _parsed(value: Any, where: str) -> Any:
     """Parquet files often keep nested fields as JSON text."""
-    if not isinstance(value, str) or not value.strip():
-        return value or None
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
