@@ -23,14 +23,14 @@ ELSEWHERE = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_
 
 @dataclass
 class Place:
-    """A working folder with state, recipes and runs of its own; every process started from here can be told by it."""
+    """A working folder with state, recipes and runs of its own."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if k not in ELSEWHERE and not k.startswith("PREFECT")}
-        env |= {"PYTHONPATH": str(CHECKOUT), "EYAS_PLACE": str(self.folder), **self.env}
+        env |= {"PYTHONPATH": str(CHECKOUT), **self.env}
         return subprocess.Popen(
             [*EYAS, *args], cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -51,11 +51,11 @@ class Place:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("runs/*/summary.json"))]
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process started from here, however far it has moved away from its parents."""
+        """Every living process started from here: by its working folder, which SGLang's renaming does not hide."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("EYAS_PLACE") == str(self.folder) and process.status() != "zombie":
+                if process.cwd() == str(self.folder) and process.status() != "zombie":
                     found.append(process)
             except psutil.Error:  # gone, or somebody else's
                 continue
