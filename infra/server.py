@@ -40,6 +40,7 @@ CPU_FLAGS: dict[str, Any] = {
     "mem-fraction-static": 0.3,
     "max-total-tokens": 16384,
     "max-running-requests": 16,
+    "sleep-on-idle": True,  # else the scheduler spins on a whole core while it has nothing to do
 }
 CPU_ENV: dict[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",

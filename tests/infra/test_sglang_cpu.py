@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from infra.client import Generation, SGLangClient
+from infra.lifeline import start_time
 from infra.server import SGLangServer
 from tests.servers import REPOSITORY, running_server
 from tests.tiny_models import KINDS, VOCAB, make_tiny, make_tiny_draft, tiny_tokenizer
@@ -64,6 +65,8 @@ def drafted(
     log = folder / "proposals.jsonl"
     with running_server(model, folder, draft=draft, env={"EYAS_CPU_PROPOSALS_LOG": str(log)}) as server:
         answers = greedy(server)
+        pids = server.process.pids()
+    assert all(start_time(pid) is None for pid in pids), "stop returns when nothing is left"
     yield model, answers, [json.loads(line) for line in log.read_text().splitlines()]
 
 
