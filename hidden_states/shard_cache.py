@@ -1,6 +1,6 @@
 """What a reader has at hand: the shards of its next batches, fetched ahead by a thread, verified, within bounds.
 
-A shard of which at least half is needed is fetched whole, into a file that stays for the next epoch while there is
+A shard that is needed almost whole is fetched whole, into a file that stays for the next epoch while there is
 room. Of any other only the needed rows are fetched, by range, into a file that has holes and no name, so that nothing
 is left behind whatever happens. Shards of a local store are mapped where they lie. Nothing is handed out unverified:
 whole shards against the manifest's sha256, single samples against the digests from their capture.
@@ -21,7 +21,7 @@ from hidden_states.errors import StoreError
 from hidden_states.shard_file import MappedShard
 from hidden_states.store import BLOCK_BYTES, digest_file
 
-WHOLE_FROM = 0.5  # share of a shard's bytes from which fetching all of it is cheaper than many ranges
+WHOLE_FROM = 0.8  # share of a shard that must be needed for all of it to be fetched: at most a quarter more than needed
 GAP_BYTES = 256 << 10  # unneeded bytes between two ranges that are fetched along instead of asking twice
 RANGE_THREADS = 8
 STALE_PART_S = 3600.0

@@ -92,6 +92,9 @@ class Made:
     dumps: Mapping[str, Dump]
     batches: list[Batch]
 
+    def __repr__(self) -> str:
+        return f"Made({len(self.samples)} samples in {len(self.batches)} shards)"
+
     def assert_equal(self, sample_id: str, rows: object) -> None:
         """Whether these rows (anything with input_ids, loss_mask, aux, final) are those of the capture."""
         sample, dump = self.samples[sample_id], self.dumps[sample_id]
