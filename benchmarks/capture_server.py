@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -60,6 +61,16 @@ class Served:
         with ThreadPoolExecutor(max(1, len(prompts))) as pool:
             running = {rid: pool.submit(self.ask, ids, rid, new_tokens, **more) for rid, ids in prompts.items()}
             return {rid: future.result() for rid, future in running.items()}
+
+    def scheduler_cpu(self) -> float:
+        """Processor seconds the processes that run the model have used; other programs on the machine hardly count."""
+        lifeline = json.loads(self.server.spec.pid_file.read_text())["lifeline"]["pid"]
+        total = 0.0
+        for process in psutil.Process(lifeline).children(recursive=True):
+            if process.name().startswith("sglang::schedul"):  # the kernel keeps 15 letters
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
     def writers(self) -> list[dict[str, Any]]:
         """Every writer.json, oldest first."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import struct
-from pathlib import Path
 
 import torch
 
@@ -19,8 +18,8 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PIECE = 8 << 20  # bytes a write; large enough that hashing and writing release the interpreter lock for long
 
 
-def write_states(path: Path, assembly: Assembly) -> tuple[dict[str, str], int]:
-    """Write input_ids [S] and each tensor's captured rows [R, H], synced to disk; (checksum by tensor, bytes).
+def write_states(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], int]:
+    """Write input_ids [S] and each tensor's captured rows [R, H] to an open file; (checksum by tensor, bytes).
 
     Raises OSError.
     """
@@ -35,15 +34,11 @@ def write_states(path: Path, assembly: Assembly) -> tuple[dict[str, str], int]:
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    checksums = {}
-    # Unbuffered: the pieces are large, and a buffer would only copy them.
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
-        checksums[contract.INPUT_IDS] = _write_hashed(file.fileno(), [tokens])
-        for name, rows in assembly.rows.items():
-            ranges = [rows[start - assembly.base : stop - assembly.base] for start, stop in assembly.spans]
-            checksums[name] = _write_hashed(file.fileno(), [_bytes_of(part) for part in ranges])
-        os.fsync(file.fileno())
+    write_all(descriptor, memoryview(struct.pack("<Q", len(text)) + text))
+    checksums = {contract.INPUT_IDS: _write_hashed(descriptor, [tokens])}
+    for name, rows in assembly.rows.items():
+        ranges = [rows[start - assembly.base : stop - assembly.base] for start, stop in assembly.spans]
+        checksums[name] = _write_hashed(descriptor, [_bytes_of(part) for part in ranges])
     return checksums, 8 + len(text) + offset
 
 
@@ -73,10 +68,11 @@ def _write_hashed(descriptor: int, ranges: list[memoryview]) -> str:
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             digest.update(piece)
-            _write_all(descriptor, piece)
+            write_all(descriptor, piece)
     return "sha256:" + digest.hexdigest()
 
 
-def _write_all(descriptor: int, view: memoryview) -> None:
+def write_all(descriptor: int, view: memoryview) -> None:
+    """Write everything: a disk that is nearly full takes a part first, and raises OSError at the rest."""
     while view:
         view = view[os.write(descriptor, view) :]

@@ -3,7 +3,6 @@
 The forward thread only reserves, copies and submits. Whatever the disk does, the request is answered.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -13,19 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.spans import Assembly
-from eyas_capture.states import same_tokens, write_states
+from eyas_capture.states import same_tokens, write_all, write_states
 from eyas_capture.totals import Totals
 
 logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
-_THREADS = 2  # one hashes while the other waits for the disk
+_THREADS = 4  # some hash while others wait for the disk, which syncs several dumps as cheaply as one
 _TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _QUIET = 10.0  # seconds between log lines about the same trouble
 
@@ -178,12 +176,15 @@ class Writer:
         partial = folder / contract.partial_name(assembly.counter)
         try:
             partial.mkdir(parents=True)
-            checksums, nbytes = write_states(partial / contract.STATES_FILE, assembly)
-            record = _record(assembly, self.identity.writer_id, checksums, reason)
-            _write_synced(partial / contract.RECORD_FILE, json.dumps(record) + "\n")
-            _sync(partial)
+            # Both files are written before either is synced: one commit of the disk's journal then covers both.
+            with open(partial / contract.STATES_FILE, "wb", buffering=0) as states:
+                checksums, nbytes = write_states(states.fileno(), assembly)
+                record = _record(assembly, self.identity.writer_id, checksums, reason)
+                with open(partial / contract.RECORD_FILE, "wb", buffering=0) as file:
+                    write_all(file.fileno(), memoryview((json.dumps(record) + "\n").encode()))
+                    os.fsync(states.fileno())
+                    os.fsync(file.fileno())
             os.rename(partial, folder / contract.dump_name(assembly.counter))
-            _sync(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -214,19 +215,3 @@ def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reaso
         "complete": reason is None,
         "incomplete_reason": reason,
     }
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the files are synced
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

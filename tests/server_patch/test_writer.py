@@ -128,9 +128,9 @@ class SlowDisk:
         self.gate = threading.Event()
         write_states = writer.write_states
 
-        def gated(path: Path, assembly: Assembly) -> tuple[dict[str, str], int]:
+        def gated(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], int]:
             assert self.gate.wait(30)
-            return write_states(path, assembly)
+            return write_states(descriptor, assembly)
 
         monkeypatch.setattr(writer, "write_states", gated)
 
@@ -189,7 +189,7 @@ def test_a_dump_the_disk_refuses_is_counted_as_lost_and_the_next_one_is_written(
         raise OSError(broken, os.strerror(broken))
 
     with monkeypatch.context() as patch:
-        patch.setattr(states, "_write_all", refuse)
+        patch.setattr(states, "write_all", refuse)
         one.submit(filled(one), None)
         with one._room:
             assert one._room.wait_for(lambda: not one._waiting, 10)
