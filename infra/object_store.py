@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -80,7 +81,9 @@ def ensure_bucket(url: str, folder: Path, bucket: str) -> None:
 
 def _unready(url: str, access: str, secret: str, bucket: str, *, create: bool = False) -> str | None:
     """Why an object cannot be put and deleted yet; None when it can."""
-    client = boto3.client(
+    # The user's AWS_PROFILE is for the user's stores; boto3 would fail on one that does not exist.
+    session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})
+    client = boto3.Session(botocore_session=session).client(
         "s3", endpoint_url=url, region_name=REGION, aws_access_key_id=access, aws_secret_access_key=secret,
         config=Config(connect_timeout=2, read_timeout=15, retries={"total_max_attempts": 1}, proxies={}),
     )  # fmt: skip
