@@ -13,6 +13,7 @@ import json
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,7 +38,7 @@ CORPUS = ("argparse.py", "ast.py", "asyncio/base_events.py", "calendar.py", "csv
           "logging/__init__.py", "random.py", "statistics.py", "tarfile.py", "textwrap.py", "this.py", "typing.py",
           "unittest/mock.py")  # fmt: skip
 
-# MLA on SGLang's CPU path needs this rope; plain rope ends in a shape error there.
+# MLA on SGLang's CPU path knows this rope only; with a plain one its `get_rope_cpu` fails an assertion.
 _YARN = {
     "rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0,
@@ -49,7 +50,7 @@ _MLA = {
     "rope_parameters": _YARN, **_EXPERTS,
 }  # fmt: skip
 _GQA = {"num_key_value_heads": 2, "head_dim": 32}
-_ARCHITECTURE = {
+_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_MLA, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
                     "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "deepseek_v2": {**_MLA, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False,

@@ -170,11 +170,13 @@ def test_a_server_elsewhere_that_does_not_answer_is_given_up():
 
 @pytest.mark.slow
 def test_a_wrong_flag_is_told_within_seconds_with_the_servers_own_words(tiny_llama, tmp_path):
-    with SGLangServer(cpu_spec(tiny_llama, tmp_path, no_such_flag=1)) as server:
-        with pytest.raises(
+    with (
+        SGLangServer(cpu_spec(tiny_llama, tmp_path, no_such_flag=1)) as server,
+        pytest.raises(
             ServerError, match=r"died with status 2.*server.flags(.|\n)*unrecognized arguments: --no-such-flag 1"
-        ):
-            server.wait_ready(READY_DEADLINE_S)
+        ),
+    ):
+        server.wait_ready(READY_DEADLINE_S)
 
 
 @pytest.mark.slow
