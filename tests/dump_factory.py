@@ -6,6 +6,7 @@ factory.write(request_id, input_ids)                      # publishes req_0
 factory.write(request_id, input_ids, states=changed)      # any states instead of the model's own
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -35,11 +36,19 @@ class DumpFactory:
     writer_id: str = "20261129T150000-4121"
     counter: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    computed: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(self.target, dtype=getattr(torch, self.dtype))
         self.model: PreTrainedModel = loaded.eval()
         self.write_writer()
+
+    def elsewhere(self, folder: Path, writer_id: str | None = None) -> "DumpFactory":
+        """A new writer (counter 0) in another folder, with the model that is already loaded."""
+        made = copy.copy(self)
+        made.folder, made.writer_id, made.counter = folder, writer_id or self.writer_id, 0
+        made.write_writer()
+        return made
 
     def write_writer(self, **changes: Any) -> None:
         """(Re)write writer.json; `changes` replace fields."""
@@ -59,9 +68,15 @@ class DumpFactory:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.facts))
 
-    @torch.no_grad()
     def states(self, input_ids: list[int]) -> dict[str, torch.Tensor]:
-        """What a right dump of these tokens holds, in its order."""
+        """What a right dump of these tokens holds, in its order: the caller's own copies."""
+        known = self.computed.get(tuple(input_ids))
+        if known is None:
+            known = self.computed[tuple(input_ids)] = self._forward(input_ids)
+        return {name: tensor.clone() for name, tensor in known.items()}
+
+    @torch.no_grad()
+    def _forward(self, input_ids: list[int]) -> dict[str, torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
         decoder = self.model.get_decoder()
         hooks = [
