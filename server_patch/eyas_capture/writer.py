@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from eyas_capture import contract
@@ -184,6 +185,7 @@ class Writer:
                     write_all(file.fileno(), memoryview((json.dumps(record) + "\n").encode()))
                     os.fsync(states.fileno())
                     os.fsync(file.fileno())
+            _sync_folder(partial)  # without it, a file system without a journal may keep the name and lose the files
             os.rename(partial, folder / contract.dump_name(assembly.counter))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -215,3 +217,11 @@ def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reaso
         "complete": reason is None,
         "incomplete_reason": reason,
     }
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

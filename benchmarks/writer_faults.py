@@ -1,0 +1,234 @@
+"""Faults around the writer: no half-written dump is ever readable, and the server answers throughout.
+
+    python -m benchmarks.writer_faults [--aborts N]
+
+While a reader verifies every dump it can see, again and again: kill -9 in the middle of writing, a full disk, a disk
+that turns read-only, the folder deleted, and aborted requests. Full and read-only disks are a small tmpfs, which only
+root may mount; without that right they are left out and named in `skipped`. The last line is one JSON object: `faults`
+tried, `torn_dumps_read`, `server_deaths` (the kills we did ourselves do not count).
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.capture_server import Served, capture_server, prompt
+from eyas_capture import contract
+from tests.tiny_models import make_tiny
+
+KILLS = 2
+DISK_MIB = 3
+FLAGS = {"chunked-prefill-size": 128}
+BURST = 24
+
+
+class Reader:
+    """Reads whatever is published, all the time, and counts what is not whole."""
+
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
+        self._seen: set[Path] = set()
+        self.torn: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    @property
+    def verified(self) -> int:
+        """Dumps found whole."""
+        return len(self._seen) - len(self.torn)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            self.look()
+            time.sleep(0.02)
+
+    def look(self) -> None:
+        """Verify every dump not seen before."""
+        for folder in self._folders:
+            for path in list(folder.glob("*/req_*")):
+                if path in self._seen:
+                    continue
+                try:
+                    torn = not whole(path)
+                except Exception as error:  # unreadable in any way is what this benchmark looks for
+                    if not path.exists():  # the fault was to delete the folder
+                        continue
+                    torn = True
+                    print(f"{path}: {error!r}", flush=True)
+                self._seen.add(path)
+                if torn:
+                    self.torn.append(str(path))
+
+    def stop(self) -> None:
+        """One last look, then no more."""
+        self._stop.set()
+        self._thread.join()
+        self.look()
+
+
+def whole(path: Path) -> bool:
+    """Whether every tensor has the checksum its record gives."""
+    record = json.loads((path / contract.RECORD_FILE).read_text())
+    tensors = load_file(path / contract.STATES_FILE)
+    found = {
+        name: contract.tensor_checksum(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+    return bool(found == record["checksums"])
+
+
+def burst(served: Served, name: str, seed: int) -> int:
+    """Prefill a burst; the number of requests that were not answered."""
+    prompts = {f"{name}-{n}": prompt(100 + n, seed + n) for n in range(BURST)}
+    failed = 0
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(served.ask, ids, rid) for rid, ids in prompts.items()]:
+            try:
+                future.result()
+            except (RuntimeError, httpx.HTTPError) as error:
+                failed += 1
+                print(f"{name}: {error!r}", flush=True)
+    return failed
+
+
+def killed(model: Path, work: Path, dump_dir: Path) -> None:
+    """kill -9 at the whole server while it prefills and writes."""
+    with capture_server(model, work, flags=FLAGS, dump_dir=dump_dir) as served, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(burst, served, "killed", random.randrange(10**6))
+        deadline = time.monotonic() + 60
+        while not list(dump_dir.glob("*/req_*")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for writer in served.writers():
+            with suppress(ProcessLookupError):
+                os.kill(writer["pid"], signal.SIGKILL)
+        running.result()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A tmpfs of a few MiB; False when this user may not mount one."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "eyas-faults", str(folder)]
+    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def remount(folder: Path, how: str) -> None:
+    """Turn the small disk read-only ("ro") or back ("rw")."""
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def abort_many(served: Served, count: int) -> int:
+    """Requests aborted at any moment of their life; the number of them."""
+    rng = random.Random(0)
+
+    def one(number: int) -> None:
+        rid = f"abort-{number}"
+        body = {"input_ids": prompt(rng.randint(50, 600), 10**6 + number), "rid": rid}
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(served.http.post, "/generate", json=body | {"sampling_params": {"max_new_tokens": 4}})
+            time.sleep(rng.random() * 0.2)  # anywhere between queued and answered
+            served.http.post("/abort_request", json={"rid": rid})
+            running.result()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(count)))
+    return count
+
+
+def main() -> None:
+    """Run every fault and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--aborts", type=int, default=1000)
+    aborts = parser.parse_args().aborts
+    faults: dict[str, int] = {}
+    skipped: list[str] = []
+    lost: dict[str, int] = {}
+    deaths = unanswered = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        model = make_tiny("deepseek_v3", work / "model")
+        dump_dir, disk_dir = work / "dump", work / "disk"
+        with small_disk(disk_dir) as has_disk:
+            reader = Reader(dump_dir, disk_dir / "dump")
+            print("kill -9", flush=True)
+            for number in range(KILLS):
+                killed(model, work / f"kill-{number}", dump_dir)
+                faults["kill -9"] = number + 1
+            left_by_kills = len(list(dump_dir.glob(f"*/{contract.PARTIAL_GLOB}")))
+
+            with capture_server(model, work / "live", flags=FLAGS, dump_dir=dump_dir) as served:
+                swept = not list(dump_dir.glob(f"*/{contract.PARTIAL_GLOB}"))
+                print("folder deleted, aborts", flush=True)
+                unanswered += burst(served, "before", 1)
+                shutil.rmtree(dump_dir, ignore_errors=True)
+                unanswered += burst(served, "deleted", 1000)
+                faults["folder deleted"] = 1
+                resumed = served.wait_for_totals(60)["complete"] > 0
+                faults["aborted request"] = abort_many(served, aborts)
+                unanswered += burst(served, "after", 2000)
+                totals = served.wait_for_totals(60)
+                deaths += not served.server.alive()
+
+            if has_disk:
+                with capture_server(model, work / "full", flags=FLAGS, dump_dir=disk_dir / "dump") as served:
+                    print("disk full, read-only", flush=True)
+                    for number in range(3):
+                        unanswered += burst(served, f"full-{number}", 3000 + 100 * number)
+                    faults["disk full"] = 1
+                    for path in list((disk_dir / "dump").glob("*/req_*")):
+                        shutil.rmtree(path)
+                    served.ask(prompt(40, 9), "room-again")
+                    served.wait_for(["room-again"])
+                    remount(disk_dir, "ro")
+                    unanswered += burst(served, "read-only", 5000)
+                    faults["disk read-only"] = 1
+                    remount(disk_dir, "rw")
+                    served.ask(prompt(41, 9), "writable-again")
+                    served.wait_for(["writable-again"])
+                    lost = served.wait_for_totals(60)["lost"]
+                    deaths += not served.server.alive()
+            else:
+                skipped = ["disk full", "disk read-only"]
+            reader.stop()
+    result = {
+        "faults": faults,
+        "torn_dumps_read": len(reader.torn),
+        "server_deaths": deaths,
+        "unanswered": unanswered,
+        "dumps_verified": reader.verified,
+        "partials_left_by_kills": left_by_kills,
+        "partials_swept_at_start": swept,
+        "resumed_after_delete": resumed,
+        "aborted_incomplete": totals["incomplete"].get(contract.ABORTED, 0),
+        "pending_after_aborts": totals["pending"],
+        "queue_bytes_after_aborts": totals["queue_bytes"],
+        "lost_on_bad_disk": lost,
+        "skipped": skipped,
+        "cpus": os.cpu_count(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
