@@ -43,6 +43,9 @@ def counted_slots(loss_mask: Tensor, doc_ids: Tensor, steps: int) -> Tensor:
     return counted
 
 
+_BLOCK_SCORES = 1 << 20  # most scores of one attention block and head
+
+
 @dataclass(frozen=True)
 class SlotPlan:
     """What one packed row of documents must compute, and nothing else (exact, see `plan_slots`).
@@ -124,10 +127,13 @@ def _document_starts(doc_ids: Tensor) -> dict[int, int]:
 def _query_blocks(
     docs: Sequence[int], places: Sequence[int], start_of_doc: dict[int, int], size: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Cuts the queries into blocks of one document and at most `size` rows."""
+    """Cuts the queries into blocks of one document and at most `size` rows; fewer where the keys are many, so that a
+    block's scores stay small at any length."""
     blocks, begin = [], 0
     for end in range(1, len(docs) + 1):
-        if end == len(docs) or docs[end] != docs[begin] or end - begin == size:
+        keys = places[end - 1] + 1 - start_of_doc[docs[begin]]
+        full = end - begin >= max(1, min(size, _BLOCK_SCORES // keys))
+        if end == len(docs) or docs[end] != docs[begin] or full:
             blocks.append((begin, end, start_of_doc[docs[begin]], places[end - 1] + 1))
             begin = end
     return tuple(blocks)
