@@ -3,6 +3,7 @@
 The forward thread only reserves, copies and submits. Whatever the disk does, the request is answered.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -222,6 +223,7 @@ def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reaso
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the files are synced
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
