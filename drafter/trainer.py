@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from drafter.acceptance import Figures, Tally
 from drafter.checkpoint import Checkpoint, CheckpointFolder
+from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
 from drafter.model import Batch, Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, plan_work
-from drafter.schedule import Schedule
 from hidden_states.errors import TrainingError
 
 STOPPED_EXIT_CODE = 75  # of a process that saved and left because it was asked to: run the same command again
@@ -41,77 +41,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """ttt_steps: K. The course ends at the first of `max_steps`, `max_seconds` and `epochs` (at least one is given).
-    accumulate: packed rows per optimiser step. jump: a loss this many times its running mean stops the training.
-    dtype: of the matrix products; weights, optimiser, norms and softmax stay float32."""
-
-    ttt_steps: int = 7
-    loss: LossConfig = field(default_factory=LossConfig)
-    schedule: Schedule = field(default_factory=Schedule)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    accumulate: int = 1
-    max_steps: int | None = None
-    max_seconds: float | None = None
-    epochs: int | None = None
-    checkpoint_every: int | None = None
-    keep: int = 3
-    validate_every: int | None = None
-    jump: float = 5.0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_steps is None and self.max_seconds is None and self.epochs is None:
-            raise TrainingError("train", "no end", "max_steps, max_seconds or epochs", "Set one of them.")
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One optimiser step, over all ranks. seconds: since the training's start, earlier runs of it included."""
-
-    step: int
-    epoch: int
-    lr: float
-    loss: float
-    grad_norm: float
-    tokens: int
-    tokens_per_s: float
-    seconds: float
-    figures: Figures
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended. `stopped`: it was asked to, and saved; the same training resumes. validation: the last one."""
-
-    steps: int
-    epoch: int
-    tokens: int
-    seconds: float
-    loss_first: float
-    loss_last: float
-    stopped: bool
-    validation: Figures | None
-    best_acceptance_length: float | None
-
-
-@dataclass
-class _Progress:
-    step: int = 0
-    epoch: int = 0
-    in_epoch: int = 0  # packed rows taken from this epoch
-    tokens: int = 0
-    seconds: float = 0.0
-    loss_first: float = math.nan
-    loss_last: float = math.nan
-    running_loss: float = math.nan
-    best: float | None = None
 
 
 class Trainer:
@@ -156,7 +85,7 @@ class Trainer:
         self.folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, config.keep)
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.first_rank = self.ranks == 1 or dist.get_rank() == 0
-        self.progress = _Progress()
+        self.progress = Progress()
         self._stream: Iterable[Batch] | None = None
         self._stopped = False
         self._epoch_rows = 0  # packed rows of this epoch; 0 = its length is not known
@@ -344,7 +273,7 @@ class Trainer:
                 str(self.folder.folder), f"checkpoints of another training ({differing} differ)", "this training's own",
                 "Use another checkpoint folder, or remove this one to start over.",
             )  # fmt: skip
-        self.progress = _Progress(**said)
+        self.progress = Progress(**said)
         self.drafter.load_state_dict(found.weights)
         self.optimiser.load_state_dict(found.training["optimiser"])
         torch.set_rng_state(found.training["random"])

@@ -6,7 +6,7 @@ does not matter how often a batch is done, by whom, or between which two steps a
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -115,13 +115,15 @@ class DatasetWriter:
         vocab_map: bytes | None = None,
         coverage: float | None = None,
         held_out_share: float = 0.0,
+        held_out: Collection[str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Commits the dataset: exactly the planned batches. Done twice with the same content, it is the same commit.
 
         Args:
             vocab_map: `VocabMap.to_bytes()`, with its `coverage`.
-            held_out_share: share of the samples, drawn by their digests, that training must not see.
+            held_out_share: share of the samples that training must not see, drawn by their digests.
+            held_out: the ids of those samples, where the caller has drawn them (by prompt, say).
             extra: see `Manifest`.
 
         Raises:
@@ -136,7 +138,7 @@ class DatasetWriter:
                 self.uri, found, "every planned batch", "Run the extraction again: it resumes with these."
             )
         manifest, blobs = self._manifest(
-            [done[b] for b in wanted], vocab_map, coverage, held_out_share, dict(extra or {})
+            [done[b] for b in wanted], vocab_map, coverage, held_out_share, held_out, dict(extra or {})
         )
         self._refuse_other_manifest(manifest)
         replaced = {key: self._put_blob(key, data) for key, data in blobs.items()}
@@ -242,11 +244,14 @@ class DatasetWriter:
         vocab_map: bytes | None,
         coverage: float | None,
         held_out_share: float,
+        held_out: Collection[str] | None,
         extra: dict[str, Any],
     ) -> tuple[Manifest, dict[str, bytes]]:
         infos = [sidecar.info for sidecar in sidecars]
         entries = [entry for info in infos for entry in info.samples]
-        splits = {e.id: HELD_OUT if is_held_out(e.digest, held_out_share) else TRAIN for e in entries}
+        if held_out is None:
+            held_out = {e.id for e in entries if is_held_out(e.digest, held_out_share)}
+        splits = {e.id: HELD_OUT if e.id in held_out else TRAIN for e in entries}
         blobs = {TABLE: samples_table(sidecars, splits)}
         if vocab_map is not None:
             blobs[VOCAB_MAP] = vocab_map

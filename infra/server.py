@@ -7,13 +7,10 @@
 `attach(url)` gives the same interface to a server that somebody else runs.
 """
 
-import errno
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,9 +21,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import psutil
 
 from hidden_states.errors import RecipeError, ServerError
+from infra.ports import free_port, listening_process, refuse_used_port
 from infra.process import OwnedProcess
 
 # What a server on a machine without a GPU needs (recipes: `device: cpu`); infra/sglang_cpu/README.md says why.
@@ -53,7 +50,6 @@ CPU_ENV: dict[str, str] = {
 POLL_S = 0.3
 HEALTH_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 30.0
-PORTS = range(20000, 32000)  # below those the kernel gives to outgoing connections: SGLang binds only after loading
 OWN_FLAGS = {"model-path", "host", "port", "speculative-draft-model-path"}  # set by the other fields of a spec
 
 # What the log of a server that died says -> what to do about it.
@@ -119,7 +115,7 @@ class SGLangServer:
         if self.port is None:
             self.port = free_port(self.spec.host)
         else:
-            _refuse_used_port(self.spec.host, self.port)
+            refuse_used_port(self.spec.host, self.port)
         self.process = OwnedProcess(
             [*command, "--host", self.spec.host, "--port", str(self.port)],
             log_path=self.spec.log_path,
@@ -344,51 +340,6 @@ def flag_arguments(flags: Mapping[str, Any]) -> list[str]:
         elif value is not True:
             arguments.append(str(value))
     return arguments
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on.
-
-    Raises:
-        ServerError: none found.
-    """
-    for port in random.sample(PORTS, 50):
-        if _bind_error(host, port) is None:
-            return port
-    raise ServerError(host, "none of 50 ports tried is free", None, "Name one in server.port.")
-
-
-def listening_process(port: int) -> psutil.Process | None:
-    """Who listens on a TCP port, as far as this user may see it."""
-    for process in psutil.process_iter():
-        try:
-            connections = process.net_connections(kind="tcp")
-        except psutil.Error:  # gone, or somebody else's
-            continue
-        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
-            return process
-    return None
-
-
-def _bind_error(host: str, port: int) -> OSError | None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closing connections of a former server are no bar
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
-
-
-def _refuse_used_port(host: str, port: int) -> None:
-    error = _bind_error(host, port)
-    if error is None:
-        return
-    if error.errno != errno.EADDRINUSE:
-        raise ServerError(f"{host}:{port}", f"cannot be bound: {error.strerror}", None, "Name another address or port.")
-    holder = listening_process(port)
-    who = f"process {holder.pid} ({holder.name()})" if holder else "another program"
-    raise ServerError(f"{host}:{port}", f"{who} listens there", None, "End it, or leave server.port out.")
 
 
 def _model_folder(where: str, path: Path | str) -> Path:

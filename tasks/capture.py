@@ -1,6 +1,5 @@
 """The capture server of a run: started, watched, started again when it died, always stopped."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -78,7 +77,11 @@ class CaptureSession:
         started = time.monotonic()
         self.server.wait_ready(recipe.server.ready_deadline_s)
         log.info("SGLang is ready at %s after %.0f s", self.server.base_url, time.monotonic() - started)
-        self.client = SGLangClient(self.server.base_url, timeout_s=recipe.server.request_timeout_s)
+        self.client = SGLangClient(
+            self.server.base_url,
+            timeout_s=recipe.server.request_timeout_s,
+            vocab_size=need(self.job.plan, "plan").shape.vocab_size,
+        )
         self.writers()
 
     def writers(self) -> list[Writer]:
@@ -90,11 +93,12 @@ class CaptureSession:
         where = f"capture folder {self.dumps.path}"
         deadline = time.monotonic() + WRITER_DEADLINE_S
         while True:
-            refused = list(self.dumps.path.glob("**/refused.json"))
-            if refused:
-                reason = json.loads(refused[0].read_text()).get("reason", "no reason given")
-                raise ServerError(where, f"the capture plugin refused: {reason}", None, "Change the server's flags.")
             writers = [w for w in self.dumps.writers() if self._is_live(w)]
+            refused = [reason for writer in writers for reason in writer.refused]
+            if refused:
+                raise ServerError(
+                    where, f"the capture plugin refused: {'; '.join(refused)}", None, "Change the server's flags."
+                )
             if writers:
                 return writers
             if time.monotonic() > deadline:

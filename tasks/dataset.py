@@ -9,7 +9,6 @@ from hidden_states.dataset_writer import DatasetWriter
 from hidden_states.errors import DatasetError, GateError
 from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
 from hidden_states.plan import plan_batches
-from hidden_states.samples import is_held_out
 from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
 from tasks.job import Job, need
@@ -49,10 +48,10 @@ def mask_rule(job: Job) -> str:
 def commit_dataset(job: Job) -> None:
     """Write the samples table, the vocabulary map and, last, the manifest."""
     recipe, writer = job.recipe, need(job.writer, "dataset writer")
-    samples = need(job.samples, "samples").samples
+    samples = need(job.samples, "samples")
     _refuse_many_quarantined(job)
     shape = need(job.plan, "plan").shape
-    training = [s for s in samples if not is_held_out(s.digest, recipe.data.held_out_share)]
+    training = [s for s in samples.samples if s.id not in samples.held_out]
     counts = count_tokens(training, int(shape.vocab_size or 0))
     vocab = build_vocab_map(counts, recipe.train.draft_vocab_size, _special_ids(recipe.target.model_path))
     manifest = writer.commit_manifest(
@@ -60,6 +59,7 @@ def commit_dataset(job: Job) -> None:
         vocab_map=vocab.to_bytes(),
         coverage=vocab.coverage,
         held_out_share=recipe.data.held_out_share,
+        held_out=samples.held_out,
     )
     job.figures["vocabulary_coverage"] = round(vocab.coverage, 4)
     get_run_logger().info("committed %s, %d samples, manifest %s", need(job.ledger, "ledger").uri, manifest.samples,

@@ -7,7 +7,7 @@ from prefect.logging import get_run_logger
 
 from hidden_states.errors import DataError
 from hidden_states.prompts import Prompt
-from hidden_states.samples import Sample, is_held_out, sample_from_reply
+from hidden_states.samples import Sample, sample_from_reply
 from infra.client import SGLangClient
 from tasks.job import Job, need
 from tasks.ledger import chunks
@@ -19,17 +19,16 @@ class RunSamples:
     """The samples a run extracts, and how many replies were left out by rule.
 
     Attributes:
+        held_out: ids of those that training must not see. Drawn by the prompt where the target writes the replies, so
+            that a prompt stays on its side whatever is answered.
         empty: replies without a token to learn: nothing to train on, left out and counted.
         cut: replies that met `max_new_tokens`: kept, every token of them is the target's own.
     """
 
     samples: list[Sample]
+    held_out: frozenset[str]
     empty: int = 0
     cut: int = 0
-
-    def held_out(self, share: float) -> int:
-        """Samples that training must not see."""
-        return sum(is_held_out(sample.digest, share) for sample in self.samples)
 
 
 @step("regenerate replies", retries=2)
@@ -38,7 +37,8 @@ def regenerate_replies(job: Job) -> None:
     plan, ledger, capture = need(job.plan, "plan"), need(job.ledger, "ledger"), need(job.capture, "capture server")
     settings = job.recipe.regenerate
     if not settings.enabled:
-        job.samples = RunSamples(plan.samples)
+        held_out = frozenset(s.id for s in plan.samples if s.digest in plan.held_out)
+        job.samples = RunSamples(plan.samples, held_out)
         return
     capture.revive()
     log = get_run_logger()
@@ -55,7 +55,7 @@ def regenerate_replies(job: Job) -> None:
             capture.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
         done += len(group)
         log.info("%d of %d replies", done, len(plan.prompts))
-    job.samples = _samples(plan.prompts, known)
+    job.samples = _samples(plan.prompts, known, plan.held_out)
     job.figures |= {"replies_generated": asked, "replies_empty": job.samples.empty, "replies_cut": job.samples.cut}
     log.info("%d samples; %d replies cut at %d tokens, %d empty", len(job.samples.samples), job.samples.cut,
              settings.max_new_tokens, job.samples.empty)  # fmt: skip
@@ -75,8 +75,9 @@ def _ask(client: SGLangClient, prompts: list[Prompt], job: Job) -> list[dict[str
     return [{"prompt": digests[a.rid], "ids": a.output_ids, "finish": a.finish_reason} for a in answers]
 
 
-def _samples(prompts: list[Prompt], replies: dict[str, dict[str, Any]]) -> RunSamples:
+def _samples(prompts: list[Prompt], replies: dict[str, dict[str, Any]], kept: frozenset[str]) -> RunSamples:
     samples: dict[str, Sample] = {}
+    held_out: set[str] = set()
     empty = cut = 0
     for prompt in prompts:
         reply = replies[prompt.digest]
@@ -87,6 +88,8 @@ def _samples(prompts: list[Prompt], replies: dict[str, dict[str, Any]]) -> RunSa
             continue
         cut += reply["finish"] == "length"
         samples[sample.digest] = sample
+        if prompt.digest in kept:
+            held_out.add(sample.id)
     if not samples:
         raise DataError("replies", f"all {empty} are empty", "some text", "Does the target's chat template fit it?")
-    return RunSamples([samples[d] for d in sorted(samples)], empty, cut)
+    return RunSamples([samples[d] for d in sorted(samples)], frozenset(held_out), empty, cut)

@@ -1,6 +1,7 @@
 """Measuring a drafter where it counts: served by SGLang, on held-out prompts, against plain decoding."""
 
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from prefect.logging import get_run_logger
@@ -75,7 +76,8 @@ def serve(job: Job, kind: Kind, prompts: list[ServedPrompt]) -> tuple[Served, li
         server.wait_ready(recipe.server.ready_deadline_s)
         with SGLangClient(server.base_url, timeout_s=recipe.server.request_timeout_s) as client:
             answers = _answers(client, prompts, recipe)
-    histogram = [sum(column) for column in zip(*(a.spec_histogram or [0] for a in answers), strict=False)]
+    # SGLang ends each histogram at the longest acceptance that request had: they differ in length
+    histogram = [sum(column) for column in zip_longest(*(a.spec_histogram or [] for a in answers), fillvalue=0)]
     equal = sum(p.reply is None or a.output_ids == p.reply for p, a in zip(prompts, answers, strict=True))
     tokens = sum(len(a.output_ids) for a in answers)
     return Served(

@@ -63,6 +63,11 @@ def test_the_demo_measures_every_figure_of_its_summary(demo: tuple[Place, dict[s
     assert summary["bytes_uploaded"] > summary["tokens"] * 9216
     assert summary["served_outputs_equal"] == summary["served_prompts"] == 2
     assert summary["control_acceptance_length"] >= 1
+    # every verification makes its accepted tokens and one of the target's own; the first token comes from the prefill
+    made = sum((accepted + 1) * times for accepted, times in enumerate(summary["served_histogram"]))
+    assert made >= summary["served_tokens"] - summary["served_prompts"]
+    lengths = summary["served_by_prompt"]
+    assert min(lengths) <= summary["served_acceptance_length"] <= max(lengths)
     assert sum(v for k, v in summary["wall_s"].items() if k != "total") <= summary["wall_s"]["total"] + 0.1
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hidden_states.errors import DataError, ServerError
 from infra import client as client_module
 from infra.client import SGLangClient, acceptance_length
-from infra.server import free_port
+from infra.ports import free_port
 from tests.tiny_models import VOCAB
 
 Answer = tuple[int, Any] | None  # None: the connection is cut

@@ -16,7 +16,8 @@ import pytest
 
 from hidden_states.errors import RecipeError, ServerError
 from infra import lifeline
-from infra.server import ServerSpec, SGLangServer, attach, flag_arguments, free_port
+from infra.ports import free_port
+from infra.server import ServerSpec, SGLangServer, attach, flag_arguments
 from tests.servers import READY_DEADLINE_S, REPOSITORY, cpu_spec
 from tests.tiny_models import make_tiny
 

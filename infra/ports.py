@@ -1,0 +1,57 @@
+"""TCP ports of this machine: a free one, and who holds a taken one."""
+
+import errno
+import random
+import socket
+
+import psutil
+
+from hidden_states.errors import ServerError
+
+PORTS = range(20000, 32000)  # below those the kernel gives to outgoing connections: SGLang binds only after loading
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on.
+
+    Raises:
+        ServerError: none found.
+    """
+    for port in random.sample(PORTS, 50):
+        if _bind_error(host, port) is None:
+            return port
+    raise ServerError(host, "none of 50 ports tried is free", None, "Name one in server.port.")
+
+
+def refuse_used_port(host: str, port: int) -> None:
+    """Raises ServerError, naming who listens, when the port cannot be bound."""
+    error = _bind_error(host, port)
+    if error is None:
+        return
+    if error.errno != errno.EADDRINUSE:
+        raise ServerError(f"{host}:{port}", f"cannot be bound: {error.strerror}", None, "Name another address or port.")
+    holder = listening_process(port)
+    who = f"process {holder.pid} ({holder.name()})" if holder else "another program"
+    raise ServerError(f"{host}:{port}", f"{who} listens there", None, "End it, or leave server.port out.")
+
+
+def listening_process(port: int) -> psutil.Process | None:
+    """Who listens on a TCP port, as far as this user may see it."""
+    for process in psutil.process_iter():
+        try:
+            connections = process.net_connections(kind="tcp")
+        except psutil.Error:  # gone, or somebody else's
+            continue
+        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+            return process
+    return None
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closing connections of a former server are no bar
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
