@@ -235,5 +235,7 @@ def test_the_lifeline_runs_by_its_path_from_any_folder(tmp_path):
         "/bin/echo",
         "hi",
     ]
-    assert subprocess.run(command, cwd=tmp_path, stdin=subprocess.PIPE, check=True).returncode == 0
+    # not subprocess.run: it closes the pipe at once, which is the owner's death
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE) as guard:
+        assert guard.wait(30) == 0
     assert (tmp_path / "log").read_text() == "hi\n"
