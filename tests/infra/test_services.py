@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
@@ -30,12 +31,17 @@ def listens(url: str) -> bool:
         return probe.connect_ex((parts.hostname, parts.port)) == 0
 
 
+def client(url: str) -> Any:
+    """With the credentials of this moment: boto3's default session remembers those of its first use."""
+    return boto3.Session().client("s3", endpoint_url=url, region_name="us-east-1")
+
+
 def put(url: str, bucket: str, key: str) -> None:
-    boto3.client("s3", endpoint_url=url, region_name="us-east-1").put_object(Bucket=bucket, Key=key, Body=b"1")
+    client(url).put_object(Bucket=bucket, Key=key, Body=b"1")
 
 
 def keys(url: str, bucket: str) -> set[str]:
-    answer = boto3.client("s3", endpoint_url=url, region_name="us-east-1").list_objects_v2(Bucket=bucket)
+    answer = client(url).list_objects_v2(Bucket=bucket)
     return {entry["Key"] for entry in answer.get("Contents", [])}
 
 
