@@ -3,15 +3,17 @@
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 
 def print_stack(status: dict[str, Any]) -> None:
     """Where each service of `eyas up` is."""
-    console = Console(highlight=False)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    console = Console(highlight=False, soft_wrap=True)
     for name, service in status["services"].items():
-        table.add_row(name, service["url"] or "not running", f"log: {service['log']}")
-    console.print(table)
-    console.print(f"credentials of the object store: {status['credentials']}", soft_wrap=True)
+        console.print(f"{name:<14}{page(service['url'])}   (log: {service['log']})", markup=False)
+    console.print(f"credentials of the object store: {status['credentials']}")
     console.print("`eyas run` uses these services while they are up; `eyas down` ends them.")
+
+
+def page(url: str | None) -> str:
+    """Where a person looks; Prefect's API has its pages one level up."""
+    return url.removesuffix("/api") if url else "not running"

@@ -44,6 +44,7 @@ def prefect_server(state_dir: Path) -> Service:
         **_OURS_ONLY,
         "PREFECT_HOME": str(home),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # else the pages ask port 4200, and show nothing
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]

@@ -24,6 +24,8 @@ def test_a_run_uses_the_services_it_is_given_and_up_and_down_own_the_local_ones(
         services = json.loads(output)["services"]
         assert all(service["running"] for service in services.values())
         given = LocalStack(stack_folder / ".eyas").environment()
+        pages = given["PREFECT_API_URL"].removesuffix("/api")
+        assert httpx.get(f"{pages}/ui-settings").json()["api_url"] == given["PREFECT_API_URL"]
         place = Place(run_folder, env=given)
         recipe = tiny_recipe(run_folder, store={"uri": "s3://eyas/given"}, evaluate={"enabled": False})
         status, output = place.run("run", str(recipe), "--json")
