@@ -26,8 +26,7 @@ def plan_run(job: Job) -> None:
     job.ledger = Ledger.choose(job.store, recipe.dataset.name or recipe.name, identity, recipe.dataset.on_complete)
     job.objects_before = set(job.ledger.objects())
     job.figures |= {"target": job.target_name, "samples_planned": job.plan.count, "tokens_planned": job.plan.tokens}
-    if job.tracker is None:
-        job.tracker = open_run(job)
+    job.tracker = open_run(job)
     log.info("%d samples, at most %d tokens, %d bytes a token; dataset %s (%s)", job.plan.count, job.plan.tokens,
              job.plan.bytes_per_token, job.ledger.uri, job.ledger.state)  # fmt: skip
     for difference in job.ledger.differs:

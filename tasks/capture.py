@@ -158,9 +158,6 @@ def launch_server(job: Job) -> None:
         job.capture.stop()
     job.capture = CaptureSession(job)
     job.capture.start()
-    info = need(job.capture.client, "client").server_info()
-    job.figures["sglang_version"] = info["version"]
-    job.figures["server_starts"] = 1
 
 
 @step("remove warm-up dumps")
@@ -180,3 +177,4 @@ def stop_server(job: Job) -> None:
     """End the capture server, whatever happened before."""
     if job.capture is not None:
         job.capture.stop()
+        job.figures["server_starts"] = job.capture.starts
