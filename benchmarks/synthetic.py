@@ -15,7 +15,8 @@ from hidden_states.dump import Dump
 from hidden_states.fingerprint import Fingerprint
 from hidden_states.plan import plan_batches
 from hidden_states.samples import Sample
-from hidden_states.shard import ShardInfo, pack_shard
+from hidden_states.shard import pack_shard
+from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import Store
 
 AFTER_BLOCK = (2, 30, 58)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.machine import peak_rss_mb, reset_peak_rss
 from benchmarks.synthetic import Shape, pack
-from hidden_states.shard import ShardInfo
+from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import open_store
 from hidden_states.store_s3 import S3Store
 from infra.services import embedded_store

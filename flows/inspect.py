@@ -90,7 +90,7 @@ def _shard(path: Path) -> dict[str, Any]:
     shard, info = open_shard(path, digest_file(path))
     problems = []
     for entry in info.samples:
-        problem = shard.rows(entry.row, entry.tokens).problem(entry, info.layout.after_block)
+        problem = shard.rows(*entry.span).problem(entry)
         if problem:
             problems.append(f"sample {entry.id}: {problem}")
     facts = {

@@ -11,12 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from eyas_capture import contract
 from hidden_states.dataset_writer import MANIFEST, DatasetWriter, check_name
+from hidden_states.decoding import Decoder
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
 from hidden_states.manifest import Blob, Manifest, ShardRecord, Sidecar, read_table
-from hidden_states.shard import SampleEntry
-from hidden_states.shard_file import SampleRows, rows_from_bytes
+from hidden_states.samples import sample_digest
+from hidden_states.shard_file import SampleRows, StoredRows, rows_from_bytes
+from hidden_states.shard_layout import SampleEntry, Span
 from hidden_states.store import ObjectMissing, Store, open_store
 from hidden_states.vocab import VocabMap
 
@@ -84,7 +87,7 @@ class Dataset:
     def samples(self) -> pa.Table:
         """A row a sample: id, source, tokens, loss_tokens, shard (index into the manifest's), row, split, digest,
         checksums (in the order of `Manifest.captured_tensors`)."""
-        return read_table(self._blob(self.manifest.table), self.uri)
+        return read_table(self._blob(self.manifest.table), self.uri, self.manifest.encoding)
 
     @cached_property
     def sample_ids(self) -> list[str]:
@@ -114,29 +117,64 @@ class Dataset:
         shards, rows, tokens = self._places
         return shards[index], rows[index], tokens[index]
 
+    @cached_property
+    def _final_places(self) -> list[list[int]]:
+        names = [name for name in ("final_row", "final_rows") if name in self.samples.column_names]
+        return [self.samples[name].to_pylist() for name in names] or self._places[1:]
+
+    def span(self, index: int) -> Span:
+        """Where row `index` of `samples` lies in its shard."""
+        _, rows, tokens = self._places
+        final_rows, final_counts = self._final_places
+        return Span(rows[index], tokens[index], final_rows[index], final_counts[index])
+
     def entry(self, index: int) -> tuple[int, SampleEntry]:
         """Shard index and entry of row `index` of `samples`."""
         row = self.samples.slice(index, 1).to_pylist()[0]
         checksums = dict(zip(self.manifest.captured_tensors(), row["checksums"], strict=True))
-        names = ("id", "digest", "source", "row", "tokens", "loss_tokens")
-        return row["shard"], SampleEntry(**{name: row[name] for name in names}, checksums=checksums)
+        names = ("id", "digest", "source", "row", "tokens", "loss_tokens", "final_row", "final_rows")
+        return row["shard"], SampleEntry(**{name: row[name] for name in names if name in row}, checksums=checksums)
 
-    def read(self, sample_id: str) -> SampleRows:
+    def read(self, sample_id: str, decoder: Decoder | None = None) -> SampleRows:
         """One sample's rows, fetched by range and verified against the digests from their capture.
+
+        Args:
+            decoder: for datasets that keep top-k logits in place of the final state.
 
         Raises:
             DatasetError: no such sample, or its rows are damaged.
         """
-        if sample_id not in self._index:
-            raise DatasetError(self.uri, f"no sample {sample_id!r}", f"one of {self.manifest.samples} ids")
-        shard, entry = self.entry(self._index[sample_id])
+        return self.read_stored(sample_id).decoded(decoder)
+
+    def read_tokens(self, sample_id: str) -> tuple[list[int], list[int]]:
+        """One sample's token ids and loss mask, without its states.
+
+        Raises:
+            DatasetError: no such sample, or they are damaged.
+        """
+        shard, entry = self._entry_of(sample_id)
+        key, spans = self.key(self.manifest.shards[shard]), self.manifest.layout(shard).sample_spans(*entry.span)
+        ids, mask = (self.store.get_range(key, *spans[name]) for name in (contract.INPUT_IDS, "loss_mask"))
+        found = memoryview(ids).cast("q").tolist(), list(mask)
+        if sample_digest(*found) != entry.digest:
+            raise damaged(self.store.object_uri(key), f"sample {sample_id}: tokens or mask differ from its digest")
+        return found
+
+    def read_stored(self, sample_id: str) -> StoredRows:
+        """One sample's rows as they are kept; else as `read`."""
+        shard, entry = self._entry_of(sample_id)
         record, layout = self.manifest.shards[shard], self.manifest.layout(shard)
-        spans = layout.sample_spans(entry.row, entry.tokens)
+        spans = layout.sample_spans(*entry.span)
         raw = {name: self.store.get_range(self.key(record), *span) for name, span in spans.items()}
-        rows = rows_from_bytes(layout, entry.tokens, raw)
-        if problem := rows.problem(entry, self.manifest.after_block):
+        rows = rows_from_bytes(layout, raw)
+        if problem := rows.problem(entry):
             raise damaged(self.store.object_uri(self.key(record)), f"sample {sample_id}: {problem}")
         return rows
+
+    def _entry_of(self, sample_id: str) -> tuple[int, SampleEntry]:
+        if sample_id not in self._index:
+            raise DatasetError(self.uri, f"no sample {sample_id!r}", f"one of {self.manifest.samples} ids")
+        return self.entry(self._index[sample_id])
 
     def verify(self, full: bool = True, samples: int = 64) -> Verification:
         """Re-reads what proves the dataset; `problems` has one line for each thing wrong.
@@ -160,11 +198,11 @@ class Dataset:
             count = min(samples, self.manifest.samples)
             for sample_id in random.Random(self.digest).sample(self.sample_ids, count):
                 try:
-                    rows = self.read(sample_id)
+                    rows = self.read_stored(sample_id)
                 except DatasetError as exc:
                     report.problems.append(str(exc))
                 else:
-                    report.bytes_read += sum(t.nbytes for t in vars(rows).values())
+                    report.bytes_read += sum(tensor.nbytes for tensor in rows.tensors.values())
                 report.samples_read += 1
         return report
 

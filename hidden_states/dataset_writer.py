@@ -15,14 +15,15 @@ from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
 from hidden_states.manifest import HELD_OUT, TRAIN, Blob, Manifest, ShardRecord, Sidecar, samples_table
 from hidden_states.samples import is_held_out
-from hidden_states.shard import ShardInfo
 from hidden_states.shard_file import open_shard
+from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import ObjectExists, ObjectMissing, Store
 
 MANIFEST, TABLE, VOCAB_MAP = "manifest.json", "samples.parquet", "vocab_map.safetensors"
 _OBJECT = re.compile(r"(?P<batch>[^/]+)-(?P<fingerprint>[0-9a-f]{16})\.(?P<kind>json|safetensors)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READERS = 16
+DEAD_UPLOAD_S = 6 * 3600.0  # a shard is minutes under way; S3 itself refuses parts that take over 15
 
 
 def check_name(name: str) -> str:
@@ -156,6 +157,10 @@ class DatasetWriter:
             self._put_blob(key, data)  # a rival that is going to lose may have replaced one since
         return manifest
 
+    def sweep(self, older_than_s: float = DEAD_UPLOAD_S) -> tuple[str, ...]:
+        """Aborts uploads of this dataset that never ended and are too old to be anybody's; returns their keys."""
+        return self.store.abort_stale_uploads(self.key("shards", ""), older_than_s)
+
     # -- batches
 
     def _sidecar(self, batch_id: str) -> Sidecar | None:
@@ -191,6 +196,14 @@ class DatasetWriter:
             "final_norm": info.final_norm,
             "dtype": info.layout.dtype,
         }
+        encoded = info.layout.encoding.fingerprint_fields()
+        if {name: ours[name] for name in ("kept",) if name in ours} != encoded:
+            raise DatasetError(
+                f"shard of batch {info.batch_id}",
+                f"its states are kept as {info.layout.encoding.in_words()}",
+                f"{ours.get('kept', 'captured')}, as the fingerprint says",
+                "One dataset keeps all its states alike.",
+            )
         for name, value in found.items():
             expected = ours.get(name, value)
             if (list(expected) if isinstance(expected, list | tuple) else expected) != value:
@@ -225,10 +238,9 @@ class DatasetWriter:
                 return ours
             shard, found = open_shard(copy, digest)
             same = found.batch_id == ours.batch_id and found.layout.after_block == ours.layout.after_block
+            same = same and found.layout.encoding == ours.layout.encoding
             same = same and [entry.digest for entry in found.samples] == [entry.digest for entry in ours.samples]
-            if same and all(
-                shard.rows(e.row, e.tokens).problem(e, shard.layout.after_block) is None for e in found.samples
-            ):
+            if same and all(shard.rows(*e.span).problem(e) is None for e in found.samples):
                 return found
             return None
         except DatasetError:
@@ -273,6 +285,7 @@ class DatasetWriter:
                     info.layout.data_start,
                     info.layout.tokens,
                     info.layout.samples,
+                    info.layout.taught,
                 )
                 for info in infos
             ),
@@ -287,6 +300,7 @@ class DatasetWriter:
             total_bytes=sum(info.bytes for info in infos),
             left_out={id: reason for info in infos for id, reason in info.left_out.items()},
             extra=extra,
+            encoding=first.encoding,
         )
         return manifest, blobs
 

@@ -7,20 +7,21 @@ written, so writing them twice is harmless and the manifest's sha256 names the d
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eyas_capture import contract
+from hidden_states.encoding import PLAIN, TAUGHT, Encoding
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
-from hidden_states.shard import SampleEntry, ShardInfo, ShardLayout
+from hidden_states.shard_layout import SampleEntry, ShardInfo, ShardLayout
 from hidden_states.store import FileDigest
 
-SIDECAR_FORMAT = "eyas-sidecar/1"
-MANIFEST_FORMAT = "eyas-dataset/1"
+# The second of each is written where the states are kept otherwise than captured: a reader of the first refuses it.
+SIDECAR_FORMATS = ("eyas-sidecar/1", "eyas-sidecar/2")
+MANIFEST_FORMATS = ("eyas-dataset/1", "eyas-dataset/2")
 TRAIN, HELD_OUT = "train", "held_out"
 
 _TABLE = pa.schema(
@@ -38,6 +39,15 @@ _TABLE = pa.schema(
 )
 
 
+_FINAL_PLACES = {"final_row": pa.int64(), "final_rows": pa.int32()}
+
+
+def table_schema(encoding: Encoding) -> pa.Schema:
+    """Of the samples table: where only some rows have a final state, it says where they are too."""
+    more = _FINAL_PLACES if encoding.final_rows == TAUGHT else {}
+    return pa.schema([*_TABLE, *(pa.field(name, kind) for name, kind in more.items())])
+
+
 def canonical(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
 
@@ -50,7 +60,11 @@ class Sidecar:
     fingerprint: Fingerprint
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self.info) | {"fingerprint": dict(self.fingerprint.fields), "format": SIDECAR_FORMAT}
+        info = self.info
+        fields = asdict(replace(info, samples=())) | {"fingerprint": dict(self.fingerprint.fields)}
+        fields["format"] = SIDECAR_FORMATS[not info.layout.encoding.plain]
+        fields["layout"] = info.layout.as_dict()
+        fields["samples"] = [entry.as_dict() for entry in info.samples]
         del fields["path"]  # where the packing worker had it
         return canonical(fields)
 
@@ -59,26 +73,26 @@ class Sidecar:
         """Raises DatasetError when it is none."""
         try:
             fields = json.loads(data)
-            if fields.pop("format") != SIDECAR_FORMAT:
+            if fields.pop("format") not in SIDECAR_FORMATS:
                 raise ValueError("another format")
             fingerprint = Fingerprint(fields.pop("fingerprint"))
             fields["digest"] = FileDigest(**fields["digest"])
-            fields["layout"]["after_block"] = tuple(fields["layout"]["after_block"])
-            fields["layout"] = ShardLayout(**fields["layout"])
+            fields["layout"] = ShardLayout.of(fields["layout"], where)
             fields["samples"] = tuple(SampleEntry(**entry) for entry in fields["samples"])
             return cls(ShardInfo(**fields), fingerprint)
         except (ValueError, KeyError, TypeError) as exc:
             raise DatasetError(
                 where,
                 f"not a sidecar ({type(exc).__name__}: {exc})",
-                SIDECAR_FORMAT,
+                " or ".join(SIDECAR_FORMATS),
                 "Delete it; the batch is captured again.",
             ) from exc
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard in the manifest. `key` is relative to the dataset; `size` in bytes, `data_start` of them its header."""
+    """A shard in the manifest. `key` is relative to the dataset; `size` in bytes, `data_start` of them its header.
+    `taught`: rows with a final state, where not all have one."""
 
     batch: str
     key: str
@@ -88,6 +102,7 @@ class ShardRecord:
     data_start: int
     tokens: int
     samples: int
+    taught: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,7 @@ class Manifest:
         final_norm: "post": `final` is behind the target's final norm.
         left_out: sample id -> why it was given up on, for samples that were planned and are not in it.
         coverage: share of the tokens to learn that the draft vocabulary covers; None without a vocabulary map.
+        encoding: how the states are kept.
         extra: what the caller adds (the recipe's part, the gate's figures). Nothing in it may change from run to run.
     """
 
@@ -132,9 +148,16 @@ class Manifest:
     total_bytes: int
     left_out: dict[str, str]
     extra: dict[str, Any] = field(default_factory=dict)
+    encoding: Encoding = PLAIN
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self) | {"fingerprint": dict(self.fingerprint.fields), "format": MANIFEST_FORMAT}
+        fields = asdict(self) | {"fingerprint": dict(self.fingerprint.fields)}
+        fields["format"] = MANIFEST_FORMATS[not self.encoding.plain]
+        if self.encoding.plain:  # the bytes, and so the digest, of the first format
+            del fields["encoding"]
+        for shard in fields["shards"]:
+            if shard["taught"] is None:
+                del shard["taught"]
         return canonical(fields)
 
     @property
@@ -147,8 +170,9 @@ class Manifest:
         """Raises DatasetError when it is none, or of a format this version does not read."""
         try:
             fields = json.loads(data)
-            if (found := fields.pop("format")) != MANIFEST_FORMAT:
+            if (found := fields.pop("format")) not in MANIFEST_FORMATS:
                 raise ValueError(f"format {found}")
+            fields["encoding"] = Encoding.of(fields.get("encoding", {}), where)
             fields["fingerprint"] = Fingerprint(fields["fingerprint"])
             fields["after_block"] = tuple(fields["after_block"])
             fields["shards"] = tuple(ShardRecord(**shard) for shard in fields["shards"])
@@ -159,39 +183,41 @@ class Manifest:
             raise DatasetError(
                 where,
                 f"not a manifest ({type(exc).__name__}: {exc})",
-                MANIFEST_FORMAT,
+                " or ".join(MANIFEST_FORMATS),
                 "Another version wrote it, or the object is damaged.",
             ) from exc
 
     def layout(self, shard: int) -> ShardLayout:
         record = self.shards[shard]
         return ShardLayout(
-            record.data_start, record.tokens, record.samples, self.after_block, self.hidden_size, self.dtype
-        )
+            record.data_start, record.tokens, record.samples, self.after_block, self.hidden_size, self.dtype,
+            self.encoding, record.taught,
+        )  # fmt: skip
 
     def captured_tensors(self) -> list[str]:
         """Names in the order of the table's `checksums`."""
-        return [*map(contract.block_tensor, self.after_block), contract.FINAL]
+        return self.layout(0).proved()
 
 
 def samples_table(sidecars: Sequence[Sidecar], splits: Mapping[str, str]) -> bytes:
     """The table of all samples as Parquet, by shard and row. `splits`: sample id -> TRAIN or HELD_OUT."""
     rows = [(index, entry) for index, sidecar in enumerate(sidecars) for entry in sidecar.info.samples]
-    names = [*map(contract.block_tensor, sidecars[0].info.layout.after_block), contract.FINAL]
+    layout = sidecars[0].info.layout
+    names, schema = layout.proved(), table_schema(layout.encoding)
     columns = {
         "shard": [index for index, _ in rows],
         "split": [splits[entry.id] for _, entry in rows],
         "checksums": [[entry.checksums[name] for name in names] for _, entry in rows],
     }
-    for name in set(_TABLE.names) - set(columns):
+    for name in set(schema.names) - set(columns):
         columns[name] = [getattr(entry, name) for _, entry in rows]
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, schema=_TABLE), sink, compression="zstd")
+    pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
-def read_table(data: bytes, where: str) -> pa.Table:
+def read_table(data: bytes, where: str, encoding: Encoding) -> pa.Table:
     try:
-        return pq.read_table(pa.BufferReader(data), schema=_TABLE)
+        return pq.read_table(pa.BufferReader(data), schema=table_schema(encoding))
     except (pa.ArrowException, OSError) as exc:
         raise DatasetError(where, f"not a samples table ({exc})", None, "Verify the dataset.") from exc

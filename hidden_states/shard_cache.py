@@ -164,8 +164,8 @@ class ShardCache:
         assert self._folder is not None
         self._make_room()
         layout = self._dataset.manifest.layout(need.shard)
-        places = map(self._dataset.place, need.rows)
-        spans = sorted(span for _, row, tokens in places for span in layout.sample_spans(row, tokens).values())
+        places = map(self._dataset.span, need.rows)
+        spans = sorted(span for place in places for span in layout.sample_spans(*place).values())
         path = self._folder / f".part-{uuid.uuid4().hex}"
         try:
             with open(path, "xb") as file:
@@ -200,7 +200,7 @@ class ShardCache:
             _, entry = self._dataset.entry(row)
             if entry.id in self._verified:
                 continue
-            problem = mapped.rows(entry.row, entry.tokens).problem(entry, self._dataset.manifest.after_block)
+            problem = mapped.rows(*entry.span).problem(entry)
             if problem:
                 raise damaged(self._dataset.store.object_uri(key), f"sample {entry.id}: {problem}")
             if remember:
@@ -260,9 +260,9 @@ def peak_bytes(dataset: Dataset, needs: Sequence[Need]) -> int:
 
 
 def _wanted(dataset: Dataset, need: Need) -> int:
-    layout = dataset.manifest.layout(need.shard)
-    row_bytes = sum(size for name, (_, _, size) in layout.tensors().items() if name != "offsets")
-    return sum(dataset.place(row)[2] for row in need.rows) * row_bytes
+    token_bytes, final_bytes = dataset.manifest.layout(need.shard).row_bytes()
+    spans = [dataset.span(row) for row in need.rows]
+    return sum(span.tokens * token_bytes + span.final_rows * final_bytes for span in spans)
 
 
 def _is_whole(dataset: Dataset, need: Need) -> bool:

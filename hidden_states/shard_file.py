@@ -1,10 +1,9 @@
 """Reading shards: a sample's rows out of a file or out of ranged reads, and whether they are what was captured."""
 
 import json
-import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,30 +11,81 @@ import torch
 from torch import Tensor
 
 from eyas_capture import contract
+from hidden_states.captured_rows import raw_bytes
+from hidden_states.decoding import Decoder
+from hidden_states.encoding import CAPTURED, FLOAT8, INT8, TOP_K, Encoding, dequantise, taught_rows
 from hidden_states.errors import DatasetError
 from hidden_states.samples import sample_digest
-from hidden_states.shard import CODES, DTYPES, SHARD_FORMAT, SampleEntry, ShardInfo, ShardLayout, raw_bytes
+from hidden_states.shard_layout import (
+    CODES,
+    DTYPES,
+    ENCODED_FORMAT,
+    SHARD_FORMAT,
+    SampleEntry,
+    ShardInfo,
+    ShardLayout,
+)
 from hidden_states.store import FileDigest
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """One sample's rows: `input_ids` [S] int64, `loss_mask` [S] uint8, `aux` [S,A,H], `final` [S,H]."""
+    """One sample's rows: `input_ids` [S] int64, `loss_mask` [S] uint8, `aux` [S,A,H], `final` [S,H].
+
+    Rows of the final state that were not kept are NaN: whoever uses one of them sees it at once.
+    """
 
     input_ids: Tensor
     loss_mask: Tensor
     aux: Tensor
     final: Tensor
 
-    def problem(self, entry: SampleEntry, after_block: Sequence[int]) -> str | None:
-        """What is wrong with the rows, measured against the digests from the capture; None when they are intact."""
-        if sample_digest(self.input_ids.tolist(), self.loss_mask.tolist()) != entry.digest:
+
+@dataclass(frozen=True)
+class StoredRows:
+    """One sample's rows as they are kept, by the names of `ShardLayout.tensors`."""
+
+    layout: ShardLayout
+    tensors: Mapping[str, Tensor]
+
+    def problem(self, entry: SampleEntry) -> str | None:
+        """What is wrong with the rows, measured against the entry's digest and checksums; None when they are intact."""
+        ids, mask = self.tensors[contract.INPUT_IDS].tolist(), self.tensors["loss_mask"].tolist()
+        if sample_digest(ids, mask) != entry.digest:
             return "tokens or mask differ from the sample's digest"
-        columns = {contract.block_tensor(block): self.aux[:, i] for i, block in enumerate(after_block)}
-        for name, rows in {**columns, contract.FINAL: self.final}.items():
+        blocks = {contract.block_tensor(block): i for i, block in enumerate(self.layout.after_block)}
+        for name in self.layout.proved():
+            rows = self.tensors["aux"][:, blocks[name]] if name in blocks else self.tensors[name]
             if contract.tensor_checksum(raw_bytes(rows)) != entry.checksums[name]:
                 return f"{name} differs from its checksum at capture"
         return None
+
+    def decoded(self, decoder: Decoder | None = None) -> SampleRows:
+        """The rows in the dtype they were captured in: views where nothing has to be undone.
+
+        Raises:
+            DatasetError: top-k logits, and no decoder with the target's head.
+        """
+        aux = self._states("aux", self.layout.encoding.aux, decoder)
+        final = self._states("final", self.layout.encoding.final, decoder)
+        mask = self.tensors["loss_mask"]
+        if self.layout.taught is not None:
+            kept, final = final, torch.full((len(mask), self.layout.hidden_size), torch.nan, dtype=final.dtype)
+            final[taught_rows(mask)] = kept
+        return SampleRows(self.tensors[contract.INPUT_IDS], mask, aux, final)
+
+    def _states(self, name: str, kind: str, decoder: Decoder | None) -> Tensor:
+        dtype = self.layout.torch_dtype
+        if kind == CAPTURED:
+            return self.tensors[name]
+        if kind in (FLOAT8, INT8):
+            return dequantise(self.tensors[name], self.tensors[f"{name}_scale"], dtype)
+        if kind == TOP_K:
+            if decoder is None:
+                raise DatasetError("final state", f"kept as top-{self.layout.encoding.top_k} logits",
+                                   "a reader with the target's head", "Give it one: Decoder.load(target).")  # fmt: skip
+            return decoder.from_top_k(self.tensors["final_ids"], self.tensors["final_logits"]).to(dtype)
+        return self.tensors[name].to(dtype)
 
 
 class MappedShard:
@@ -53,27 +103,27 @@ class MappedShard:
             # A private mapping counts as writable for torch.frombuffer, but nobody writes to it.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def rows(self, row: int, tokens: int) -> SampleRows:
-        """Views of `tokens` rows from `row` on."""
-        tensors = {}
-        for name, (start, _) in self.layout.sample_spans(row, tokens).items():
-            _, shape, _ = self.layout.tensors()[name]
-            dtype = {contract.INPUT_IDS: torch.int64, "loss_mask": torch.uint8}.get(name, self.layout.torch_dtype)
-            flat = torch.frombuffer(self._map, dtype=dtype, count=tokens * math.prod(shape[1:]), offset=start)
-            tensors[name] = flat.view(tokens, *shape[1:])
-        return SampleRows(**tensors)
+    def rows(self, row: int, tokens: int, final_row: int | None = None, final_rows: int | None = None) -> StoredRows:
+        """Views of one sample's rows (a `Span`'s four figures)."""
+        spans = self.layout.sample_spans(row, tokens, final_row, final_rows)
+        return StoredRows(
+            self.layout,
+            {name: _view(self.layout, name, self._map, start, size) for name, (start, size) in spans.items()},
+        )
 
 
-def rows_from_bytes(layout: ShardLayout, tokens: int, raw: Mapping[str, bytes]) -> SampleRows:
-    """The rows of a sample from the bytes of its four spans (`ShardLayout.sample_spans`)."""
-    shape_A, size = len(layout.after_block), layout.hidden_size
-    data = {name: bytearray(value) for name, value in raw.items()}
-    return SampleRows(
-        torch.frombuffer(data[contract.INPUT_IDS], dtype=torch.int64),
-        torch.frombuffer(data["loss_mask"], dtype=torch.uint8),
-        torch.frombuffer(data["aux"], dtype=layout.torch_dtype).view(tokens, shape_A, size),
-        torch.frombuffer(data["final"], dtype=layout.torch_dtype).view(tokens, size),
-    )
+def rows_from_bytes(layout: ShardLayout, raw: Mapping[str, bytes]) -> StoredRows:
+    """The rows of a sample from the bytes of its spans (`ShardLayout.sample_spans`)."""
+    return StoredRows(layout, {name: _view(layout, name, bytearray(data), 0, len(data)) for name, data in raw.items()})
+
+
+def _view(layout: ShardLayout, name: str, buffer: mmap.mmap | bytearray, start: int, size: int) -> Tensor:
+    _, shape, row_bytes = layout.tensors()[name]
+    dtype = layout.torch_dtype_of(name)
+    if size == 0:  # torch.frombuffer refuses an empty view
+        return torch.empty(0, *shape[1:], dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize, offset=start)
+    return flat.view(size // row_bytes, *shape[1:])
 
 
 def open_shard(path: Path, digest: FileDigest) -> tuple[MappedShard, ShardInfo]:
@@ -89,12 +139,15 @@ def open_shard(path: Path, digest: FileDigest) -> tuple[MappedShard, ShardInfo]:
                 raise ValueError("a header longer than the file")
             entries = json.loads(file.read(length))
         facts = json.loads(entries["__metadata__"]["eyas"])
-        if facts["format"] != SHARD_FORMAT:
+        if facts["format"] not in (SHARD_FORMAT, ENCODED_FORMAT):
             raise ValueError(f"format {facts['format']}")
-        code, (tokens, hidden_size) = entries["final"]["dtype"], entries["final"]["shape"]
-        dtype = next(name for name, torch_dtype in DTYPES.items() if CODES[torch_dtype] == code)
+        code, (tokens, _, hidden_size) = entries["aux"]["dtype"], entries["aux"]["shape"]
+        dtype = facts.get("dtype") or next(name for name, torch_dtype in DTYPES.items() if CODES[torch_dtype] == code)
         samples = tuple(SampleEntry(**sample) for sample in facts["samples"])
-        layout = ShardLayout(8 + length, tokens, len(samples), tuple(facts["after_block"]), hidden_size, dtype)
+        layout = ShardLayout(
+            8 + length, tokens, len(samples), tuple(facts["after_block"]), hidden_size, dtype,
+            Encoding.of(facts.get("encoding", {}), str(path)), facts.get("taught"),
+        )  # fmt: skip
         info = ShardInfo(facts["batch"], digest, layout, facts["final_norm"], samples, facts["left_out"], path)
     except (ValueError, KeyError, TypeError, OverflowError, StopIteration) as exc:
         raise DatasetError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hidden_states.dataset import Dataset
+from hidden_states.decoding import Decoder
 from hidden_states.errors import RecipeError, TrainingError
 from hidden_states.manifest import TRAIN
 from hidden_states.order import batches_of, epoch_batches
@@ -63,12 +64,14 @@ class SampleStream(IterableDataset[PackedBatch]):
         batch_tokens: most tokens a batch; at least the longest sample's.
         cache_dir: local folder for fetched shards; not needed for a `file://` store. Ranks and workers may share it.
         cache_bytes: most bytes there, of each rank and worker.
+        decoder: what of the target undoes what the dataset keeps in place of the final state.
         window_shards: shards whose samples are mixed with each other.
 
     Raises:
         RecipeError: batch_tokens below the longest sample's length, an empty split, or a cache too small for the
             window; on first use.
-        DatasetError: bytes that are not what was captured; while iterating.
+        DatasetError: the dataset keeps what only a decoder undoes, at once; bytes that are not what was captured, while
+            iterating.
         StoreError: the store or the cache folder fails; while iterating.
     """
 
@@ -85,10 +88,13 @@ class SampleStream(IterableDataset[PackedBatch]):
         cache_dir: Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         window_shards: int = WINDOW_SHARDS,
+        decoder: Decoder | None = None,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         self.dataset, self.split = dataset, split
+        self.decoder = decoder or Decoder()
+        self.decoder.require(dataset.manifest, dataset.uri)
         self.seed, self.epoch, self.rank, self.world = seed, epoch, rank, world
         self.batch_tokens, self.window_shards = batch_tokens, window_shards
         self.cache_dir, self.cache_bytes = cache_dir, cache_bytes
@@ -200,10 +206,12 @@ class SampleStream(IterableDataset[PackedBatch]):
             "aux": torch.empty(total, len(manifest.after_block), manifest.hidden_size, dtype=dtype),
             "final": torch.empty(total, manifest.hidden_size, dtype=dtype),
         }
-        for (shard, row, tokens), start in zip(places, starts.tolist(), strict=True):
-            sample = cache.shard(shard).rows(row, tokens)
+        for number, ((shard, _, tokens), start) in enumerate(zip(places, starts.tolist(), strict=True)):
+            sample = cache.shard(shard).rows(*self.dataset.span(rows[number])).decoded(self.decoder)
             for name, target in batch.items():
                 target[start : start + tokens] = getattr(sample, name)
+        if manifest.final_norm == "pre":
+            batch["final"] = self.decoder.normed(batch["final"])
         doc_ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         return PackedBatch(
             **batch,

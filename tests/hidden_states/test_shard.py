@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas_capture import contract
+from hidden_states import captured_rows
 from hidden_states import shard as shard_module
 from hidden_states.errors import DatasetError, DumpError
 from hidden_states.plan import Batch, plan_batches
-from hidden_states.shard import ShardInfo, pack_shard
+from hidden_states.shard import pack_shard
 from hidden_states.shard_file import MappedShard, open_shard, rows_from_bytes
+from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import digest_file
 from tests.hidden_states.stored import AFTER_BLOCK, Capture, Made, make_samples
 
@@ -59,7 +61,7 @@ def test_any_sample_of_any_shard_is_found_by_its_spans(
     capture = Capture(folder / "dumps", hidden_size)
     dumps = capture.dumps(batch.samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_module, "COPY_BYTES", copy_bytes)
+        patch.setattr(captured_rows, "COPY_BYTES", copy_bytes)
         info = pack_shard(batch, dumps, folder / "shard")
     data = (folder / "shard").read_bytes()
     assert len(data) == info.layout.file_bytes == info.bytes
@@ -70,9 +72,9 @@ def test_any_sample_of_any_shard_is_found_by_its_spans(
     for entry in info.samples:
         spans = info.layout.sample_spans(entry.row, entry.tokens)
         raw = {name: data[start : start + length] for name, (start, length) in spans.items()}
-        for rows in (rows_from_bytes(info.layout, entry.tokens, raw), mapped.rows(entry.row, entry.tokens)):
-            made.assert_equal(entry.id, rows)
-            assert rows.problem(entry, AFTER_BLOCK) is None
+        for rows in (rows_from_bytes(info.layout, raw), mapped.rows(*entry.span)):
+            made.assert_equal(entry.id, rows.decoded())
+            assert rows.problem(entry) is None
 
 
 def flip(path: Path, position: int) -> None:
@@ -91,8 +93,8 @@ def test_one_flipped_bit_of_a_sample_is_noticed(tmp_path: Path, tensor: str) -> 
     start, length = info.layout.sample_spans(second.row, second.tokens)[tensor]
     flip(tmp_path / "shard", start + length - 1)
     mapped = MappedShard(tmp_path / "shard", info.layout)
-    assert mapped.rows(first.row, first.tokens).problem(first, AFTER_BLOCK) is None
-    assert mapped.rows(second.row, second.tokens).problem(second, AFTER_BLOCK) is not None
+    assert mapped.rows(first.row, first.tokens).problem(first) is None
+    assert mapped.rows(second.row, second.tokens).problem(second) is not None
 
 
 def test_a_dump_that_rotted_on_the_local_disk_is_not_packed(tmp_path: Path) -> None:
