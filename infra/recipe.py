@@ -114,6 +114,22 @@ class DatasetSection(Section):
     on_complete: Literal["reuse", "new"] = Field(
         "reuse", description="a run whose dataset is already complete uses it, or makes a new version"
     )
+    aux: Literal["captured", "bfloat16", "float8_e4m3", "int8"] = Field(
+        "captured", description="how the blocks' states are kept; what each costs: docs/dataset.md"
+    )
+    final: Literal["captured", "bfloat16", "float8_e4m3", "int8", "top_k"] = Field(
+        "captured", description="how the final state is kept; top_k = its largest teacher logits in its place"
+    )
+    final_rows: Literal["all", "taught"] = Field(
+        "all", description="taught = the final state only where the loss will count"
+    )
+    top_k: Positive | None = Field(None, description="how many logits, with `final: top_k`")
+
+    @model_validator(mode="after")
+    def _counted(self) -> "DatasetSection":
+        if (self.final == "top_k") != (self.top_k is not None):
+            raise ValueError("`top_k` says how many logits `final: top_k` keeps: give both, or neither")
+        return self
 
 
 class Train(Section):

@@ -1,16 +1,21 @@
 """The dataset around the batches: what is done already, and the commit."""
 
+import functools
 import json
 from pathlib import Path
 
 from prefect.logging import get_run_logger
+from torch import Tensor
 
 from hidden_states.dataset_writer import DatasetWriter
-from hidden_states.errors import DatasetError, GateError
+from hidden_states.encoding import Encoding
+from hidden_states.errors import DatasetError, GateError, StoreError
 from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
 from hidden_states.plan import plan_batches
+from hidden_states.teacher import TeacherHead
 from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
+from infra.recipe import Recipe
 from tasks.job import Job, need
 from tasks.step import step
 
@@ -25,7 +30,9 @@ def open_dataset(job: Job) -> list[str]:
     for writer in writers:
         check_writer(writer, job.expectation)
     fingerprint = capture_fingerprint(folder, mask_rule=mask_rule(job), writer=writers[0])
+    fingerprint = Fingerprint({**fingerprint.fields, **kept(recipe).fingerprint_fields()})
     job.writer = DatasetWriter(job.store, ledger.name, fingerprint)
+    _sweep(job.writer)
     job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}
     done = job.writer.done()
     missing = [batch_id for batch_id in job.batches if batch_id not in done]
@@ -34,6 +41,29 @@ def open_dataset(job: Job) -> list[str]:
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
     )
     return missing
+
+
+def kept(recipe: Recipe) -> Encoding:
+    """How the recipe's dataset keeps its states."""
+    section = recipe.dataset
+    return Encoding(section.aux, section.final, section.final_rows, section.top_k or 0)
+
+
+@functools.lru_cache(maxsize=1)
+def teacher_head(model_path: str) -> Tensor:
+    """The target's head [V, H], whole: needed where top-k logits are kept."""
+    head = TeacherHead.load(model_path)
+    return head.weights.whole(head.name).float()
+
+
+def _sweep(writer: DatasetWriter) -> None:
+    """Abort what uploads of dead runs have left; a store that does not let us look is no reason to stop."""
+    log = get_run_logger()
+    try:
+        for key in writer.sweep():
+            log.info("aborted the unfinished upload of %s, left by a run that died", key)
+    except StoreError as error:
+        log.warning("unfinished uploads of dead runs were not looked for: %s", error)
 
 
 def mask_rule(job: Job) -> str:

@@ -4,6 +4,7 @@ from prefect.logging import get_run_logger
 
 from hidden_states.shard import pack_shard
 from tasks.captured import capture_batch
+from tasks.dataset import kept, teacher_head
 from tasks.job import Job, need
 from tasks.proof import judge_batch
 from tasks.step import step
@@ -21,7 +22,11 @@ def extract_batch(job: Job, batch_id: str) -> None:
     agreement = judge_batch(job, batch, captured)
     shard = job.folder / f"{batch.id}.safetensors"
     try:
-        info = pack_shard(batch, captured.dumps, shard, left_out=captured.reasons)
+        encoding = kept(job.recipe)
+        head = teacher_head(job.recipe.target.model_path) if encoding.top_k else None
+        info = pack_shard(
+            batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head
+        )
         report = {
             "teacher_positions": agreement.total,
             "teacher_agreed": agreement.agree,

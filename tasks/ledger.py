@@ -34,6 +34,8 @@ def plan_identity(recipe: Recipe, prompts: list[Prompt], samples: list[Sample]) 
 
     How states are captured is not in it: that is the fingerprint's, and a difference there is refused, not versioned.
     """
+    section = recipe.dataset.model_dump(mode="json", include={"aux", "final", "final_rows", "top_k"})
+    kept = {name: value for name, value in section.items() if value not in ("captured", "all", None)}
     digests = [p.digest for p in prompts] + [s.digest for s in samples]
     inputs = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     return {
@@ -43,6 +45,7 @@ def plan_identity(recipe: Recipe, prompts: list[Prompt], samples: list[Sample]) 
         "data": recipe.data.model_dump(mode="json", exclude={"conversations", "strict", "max_bad_share"}),
         "batch_tokens": recipe.extract.batch_tokens,
         "target": recipe.target.model_path.rstrip("/").rpartition("/")[2],
+        "kept": kept or None,
     }
 
 

@@ -58,8 +58,7 @@ def held_out_prompts(job: Job) -> list[ServedPrompt]:
     known = own.enabled and own.temperature == 0 and own.max_new_tokens >= recipe.evaluate.max_new_tokens
     prompts = []
     for sample_id in ids[: recipe.evaluate.prompts]:
-        rows = dataset.read(sample_id)
-        tokens, mask = rows.input_ids.tolist(), rows.loss_mask.tolist()
+        tokens, mask = dataset.read_tokens(sample_id)
         start = mask.index(1)
         reply = tokens[start:][: recipe.evaluate.max_new_tokens] if known else None
         prompts.append(ServedPrompt(tokens[:start], reply))
