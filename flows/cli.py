@@ -14,11 +14,19 @@ from hidden_states.errors import Refusal
 
 def run(args: argparse.Namespace) -> int:
     """`eyas run`: the whole road, as one Prefect flow."""
-    from flows.runner import run_pipeline
+    from flows.runner import run_flow
     from flows.summary import print_summary
 
-    summary = run_pipeline(args.recipe, args.overrides)
-    _answer(args, summary, print_summary)
+    _answer(args, run_flow("drafter_pipeline", args.recipe, args.overrides), print_summary)
+    return 0
+
+
+def extract(args: argparse.Namespace) -> int:
+    """`eyas extract`: the road up to the committed dataset."""
+    from flows.runner import run_flow
+    from flows.summary import print_summary
+
+    _answer(args, run_flow("extract", args.recipe, args.overrides), print_summary)
     return 0
 
 
@@ -91,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
     for name, function, text in (
         ("run", run, "capture, prove, store, train, serve and register; the same command goes on after a kill"),
+        ("extract", extract, "capture, prove and store only; `eyas run` goes on from there"),
         ("plan", plan, "what a run will take: samples, tokens, bytes, disk; refuses what cannot work"),
         ("doctor", doctor, "is the server patched, the bucket writable, MLflow up?"),
     ):

@@ -1,6 +1,7 @@
 """`eyas inspect`: what a thing is, in words, and whether it is intact."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from eyas_capture import contract
-from flows.words import bytes_in_words, number
 from flows.workshop import open_section
 from hidden_states.errors import RecipeError, Refusal
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
 from infra.recipe_file import load_recipe
+from tasks.words import bytes_in_words, number
 
 SHOWN_SAMPLES = 3
 CONVERSATIONS = (".jsonl", ".json", ".parquet", ".gz", ".zst")
@@ -150,18 +151,15 @@ def _conversations(path: Path, recipe: Recipe | None) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from hidden_states.conversations import read_conversations
-    from hidden_states.samples import SampleOptions, prepare, segments
+    from hidden_states.samples import prepare, segments
+    from tasks.planning import sample_options
 
     if recipe is None:
         raise RecipeError(str(path), "a target's template renders conversations", "--recipe", "Add --recipe NAME.")
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
     )
-    data = recipe.data
-    options = SampleOptions(
-        learn=data.learn, learn_reasoning=data.learn_reasoning, max_tokens=data.max_tokens,
-        when_too_long=data.when_too_long, max_bad_share=1.0,
-    )  # fmt: skip
+    options = replace(sample_options(recipe.data), strict=False, max_bad_share=1.0)
     prepared = prepare(read_conversations(path, max_bad_share=1.0), tokenizer, options)
     told = prepared.report.as_dict()
     facts = {name: told[name] for name in ("rows", "usable", "unusable", "tokens", "learned_tokens", "learned_share")}

@@ -1,4 +1,4 @@
-"""The whole road, as one Prefect flow."""
+"""The whole road as one Prefect flow, and its first half alone."""
 
 from typing import Any
 
@@ -8,12 +8,13 @@ from prefect.runtime import flow_run
 from flows.workshop import workshop
 from infra.recipe_file import load_recipe
 from tasks.begin import plan_run
-from tasks.capture import clear_warm_up, launch_server, stop_server
+from tasks.capture import clear_warm_up, launch_servers, stop_servers
 from tasks.dataset import commit_dataset, open_dataset, use_dataset
-from tasks.extract import extract_batch
+from tasks.extract import extract_batches
+from tasks.extraction_report import report_extraction
 from tasks.job import Job, need
 from tasks.proof import prove_states
-from tasks.registry import finish, register_drafter
+from tasks.registry import finish, finish_extraction, register_drafter
 from tasks.replies import regenerate_replies
 from tasks.serving import judge, measure, measure_plain
 from tasks.training import export_drafters, train_drafter
@@ -37,9 +38,7 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
     """
     with workshop(load_recipe(recipe, overrides or [])) as job:
         plan_run(job)
-        if need(job.ledger, "ledger").state != "complete":
-            extract(job)
-        use_dataset(job)
+        make_dataset(job)
         train_drafter(job)
         export_drafters(job)
         if job.recipe.evaluate.enabled:
@@ -53,17 +52,35 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
         return summary
 
 
-def extract(job: Job) -> None:
-    """From prompts to a committed dataset. The server is ended whatever happens in between."""
-    try:
-        launch_server(job)
-        clear_warm_up(job)
-        regenerate_replies(job)
-        missing = open_dataset(job)
-        if missing:
-            prove_states(job)
-        for batch_id in missing:
-            extract_batch(job, batch_id)
-    finally:
-        stop_server(job)
-    commit_dataset(job)
+@flow(name="extract", flow_run_name=run_name, persist_result=False)
+def extract(recipe: str = "demo-smollm2", overrides: list[str] | None = None) -> dict[str, Any]:
+    """Capture hidden states, prove and store them; no training. A later `drafter_pipeline` run goes on from there.
+
+    Args:
+        recipe, overrides: as for `drafter_pipeline`.
+
+    Returns:
+        The run's summary.
+    """
+    with workshop(load_recipe(recipe, overrides or [])) as job:
+        plan_run(job)
+        make_dataset(job)
+        return finish_extraction(job)
+
+
+def make_dataset(job: Job) -> None:
+    """From prompts to a committed dataset, unless it is committed already. The servers are ended whatever happens."""
+    if need(job.ledger, "ledger").state != "complete":
+        try:
+            launch_servers(job)
+            clear_warm_up(job)
+            regenerate_replies(job)
+            missing = open_dataset(job)
+            if missing:
+                prove_states(job)
+                extract_batches(job, missing)
+        finally:
+            stop_servers(job)
+        commit_dataset(job)
+    use_dataset(job)
+    report_extraction(job)

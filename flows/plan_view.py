@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.words import bytes_in_words, number
+from tasks.words import bytes_in_words, number
 
 
 def print_plan(plan: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""`eyas run`: the pipeline's flow with whatever services the user has not named, alive for as long as it runs."""
+"""`eyas run` and `eyas extract`: a flow with whatever services the user has not named, alive for as long as it runs."""
 
 import contextlib
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from flows.environment import state_dir
@@ -57,8 +57,8 @@ def wait_recorded(flow_run_id: UUID | None) -> None:
             time.sleep(0.5)
 
 
-def run_pipeline(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Check the recipe, start what is missing, run the flow.
+def run_flow(name: Literal["drafter_pipeline", "extract"], recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Check the recipe, start what is missing, run one of the flows.
 
     Returns:
         The run's summary, as written to `runs/<run>/summary.json`.
@@ -72,9 +72,9 @@ def run_pipeline(recipe: str, overrides: list[str]) -> dict[str, Any]:
             os.environ["PREFECT_API_URL"] = services.enter_context(embedded_prefect(state_dir()))
             services.callback(os.environ.pop, "PREFECT_API_URL", None)
             services.callback(send_last_words)
-        from flows.pipeline import drafter_pipeline
+        from flows import pipeline
 
         quiet_refusals()
-        state = drafter_pipeline(recipe, overrides, return_state=True)
+        state = getattr(pipeline, name)(recipe, overrides, return_state=True)
         wait_recorded(state.state_details.flow_run_id)
         return state.result()

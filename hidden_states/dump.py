@@ -220,15 +220,16 @@ class DumpFolder:
 
     def request_ids(self) -> set[str]:
         """Request ids of the published dumps; dumps whose record cannot be read have none."""
-        refs = self.dumps()
-        for ref in refs:
-            if ref not in self._requests:
-                try:
-                    self._requests[ref] = read_record(ref).request_id
-                except BadDump:  # told by whoever opens the dump; here it only means that nobody is found by it
-                    self._requests[ref] = None
-        self._requests = {ref: self._requests[ref] for ref in refs}
-        return {request_id for request_id in self._requests.values() if request_id is not None}
+        known, now = self._requests, dict[DumpRef, str | None]()
+        for ref in self.dumps():
+            try:
+                now[ref] = known[ref] if ref in known else read_record(ref).request_id
+            except (BadDump, KeyError):
+                # Whoever opens a bad dump tells; here it only means that nobody is found by it. A KeyError: removed by
+                # another thread a moment ago.
+                now[ref] = None
+        self._requests = now
+        return {request_id for request_id in now.values() if request_id is not None}
 
     def _writer_folders(self) -> list[Path]:
         try:

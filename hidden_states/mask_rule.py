@@ -9,6 +9,7 @@ But a reply begins right after the generation prompt, and ends with the stop tok
 Both are learned from two small conversations rendered by the target's template, not from the samples.
 """
 
+import contextlib
 import itertools
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ class MaskRule:
             messages = [{"role": role, "content": content} for role, content in zip(roles, talk, strict=False)]
             try:
                 ids, mask = mask_of(chat, learned_spans(chat, messages, None, "last", True))
+                with contextlib.suppress(RowError):  # a template that rewrites earlier turns only gives the last one
+                    ids, mask = mask_of(chat, learned_spans(chat, messages, None, "all", True))
             except RowError as error:
                 raise DataError("the target's chat template", error.reason) from error
             for start, stop in runs(mask):

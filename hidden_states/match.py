@@ -49,17 +49,17 @@ class Reconciliation:
     gaps: list[Gap] = field(default_factory=list)
 
     def reason(self, request_id: str) -> str | None:
-        """Why a request is not matched, in words; None when it is."""
+        """Why a request is not matched, as `kind: in words`; None when it is."""
         if request_id in self.missing:
-            return "no dump came"
+            return "missing: no dump came"
         if request_id in self.duplicate:
             dumps = self.duplicate[request_id]
-            return f"{len(dumps)} dumps: " + ", ".join(str(dump.ref) for dump in dumps)
+            return f"duplicate: {len(dumps)} dumps, " + ", ".join(str(dump.ref) for dump in dumps)
         if request_id in self.short:
-            return _short_in_words(self.short[request_id])
+            return f"short: {_short_in_words(self.short[request_id])}"
         if request_id in self.wrong_tokens:
             dump = self.wrong_tokens[request_id]
-            return f"{dump.ref}: captured {dump.record.tokens} tokens that are not the ones sent"
+            return f"wrong tokens: {dump.ref} captured {dump.record.tokens} tokens that are not the ones sent"
         return None
 
     def counts(self) -> dict[str, int]:

@@ -51,10 +51,26 @@ class Server(Section):
         return self
 
 
+class CaptureServer(Section):
+    """One of several servers to capture from: what differs from the section `server`."""
+
+    url: str | None = None
+    dump_dir: str | None = None
+    python: str | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    flags: dict[str, Any] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+
+
 class Capture(Section):
     after_block: list[int] | None = Field(None, description="decoder blocks (from 0) whose outputs are captured")
     capture_points: list[int] | None = Field(None, description="the same in SGLang's numbering: block + 1")
     mode: Literal["all", "opted-in"] = Field("all", description="opted-in: only Eyas' own requests, on a shared server")
+    servers: list[CaptureServer] = Field(
+        default_factory=list,
+        description="servers that share the batches: per entry what differs from `server` (`url`, `dump_dir`, "
+        "`python`, `port`, `flags`, `env`; `{}` = that server as it is); left out = that one server",
+    )
 
     @model_validator(mode="after")
     def _one_numbering(self) -> "Capture":
@@ -79,6 +95,9 @@ class Data(Section):
     when_too_long: Literal["cut", "skip", "refuse"] = Field("cut", description="what happens to longer ones")
     learn: Literal["all", "last"] = Field("all", description="assistant turns to learn from")
     learn_reasoning: bool = Field(True, description="learn the reasoning part of a reply too")
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="further variables of the chat template, e.g. `enable_thinking: false`"
+    )
     strict: bool = Field(True, description="the first unusable row ends the run; false = report such rows and go on")
     max_bad_share: Share = Field(0.05, description="with strict: false, more unusable rows than this end the run")
 
@@ -87,12 +106,20 @@ class Regenerate(Section):
     enabled: bool = Field(True, description="let the target answer the prompts itself (on-policy replies)")
     max_new_tokens: Positive = Field(1024, description="longest reply; a reply cut by it is kept and marked")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 = greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling, with a temperature")
+    top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="sample among so many tokens; -1 = all")
 
 
 class Extract(Section):
     batch_tokens: Positive = Field(65536, description="tokens of a batch = a shard = an upload = a retry")
+    in_flight: Positive = Field(
+        2, description="batches a server has in work: one is captured while the others are proved, packed and uploaded"
+    )
     dump_timeout_s: Positive = Field(120, description="seconds a dump may arrive after its answer")
     teacher_samples: Positive = Field(4, description="samples of every batch that go through the teacher check")
+    reference_samples: Annotated[int, Field(ge=0)] = Field(
+        1, description="samples of every batch compared with a transformers forward, where the target fits this machine"
+    )
     min_teacher_agreement: Share = Field(0.99, description="share of the server's own tokens the states must reproduce")
     max_quarantined_share: Share = Field(0.02, description="more quarantined samples than this end the run")
 
@@ -201,6 +228,32 @@ class Recipe(Section):
                 "to false and register it unmeasured"
             )
         return self
+
+    @model_validator(mode="after")
+    def _servers_apart(self) -> "Recipe":
+        servers = self.capture_servers()
+        for what, values in (
+            ("url", [s.url for s in servers]), ("dump_dir", [s.dump_dir for s in servers]),
+            ("port", [s.port for s in servers if s.url is None]),
+        ):  # fmt: skip
+            named = [value for value in values if value is not None]
+            if len(named) != len(set(named)):
+                raise ValueError(f"capture.servers: two servers have the same `{what}`; each needs its own")
+        return self
+
+    def capture_servers(self) -> list[Server]:
+        """The servers states are captured from: `server`, changed by each entry of `capture.servers`."""
+        if not self.capture.servers:
+            return [self.server]
+        servers = []
+        for number, entry in enumerate(self.capture.servers, start=1):
+            own = entry.model_dump(exclude_unset=True)
+            base = self.server.model_dump()
+            if self.server.dump_dir and "dump_dir" not in own and "url" not in own and self.server.url is None:
+                base["dump_dir"] = f"{self.server.dump_dir}/server-{number}"
+            merged = base | own | {key: base[key] | own.get(key, {}) for key in ("flags", "env")}
+            servers.append(Server.model_validate(merged))
+        return servers
 
     @property
     def digest(self) -> str:

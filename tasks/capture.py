@@ -1,180 +1,37 @@
-"""The capture server of a run: started, watched, started again when it died, always stopped."""
-
-import os
-import time
-from pathlib import Path
+"""Steps around the capture servers: launched, rid of their warm-up, stopped."""
 
 from prefect.logging import get_run_logger
 
-from eyas_capture import contract
-from hidden_states.dump import DumpFolder, Writer
-from hidden_states.errors import ServerError
-from infra.client import SGLangClient
-from infra.recipe import Recipe
-from infra.server import CPU_ENV, CPU_FLAGS, ServerSpec, SGLangServer, attach
+from tasks.capture_pool import CapturePool
+from tasks.capture_session import CaptureSession
 from tasks.job import Job, need
 from tasks.step import step
 
-WRITER_DEADLINE_S = 30.0
-
-
-def server_spec(recipe: Recipe, log_path: Path, pid_file: Path) -> ServerSpec:
-    """The target's server as the recipe describes it, without capture and without a drafter."""
-    server, target = recipe.server, recipe.target
-    flags = dict(server.flags)
-    flags.setdefault("tp-size", server.tp_size)
-    if target.trust_remote_code:
-        flags["trust-remote-code"] = True
-    if target.dtype != "auto":
-        flags["dtype"] = target.dtype
-    env = dict(server.env)
-    if server.device == "cpu":
-        flags = {**CPU_FLAGS, **flags}
-        env = {**CPU_ENV, **env}
-    return ServerSpec(
-        python=Path(server.python or ""),
-        model_path=target.model_path,
-        port=server.port,
-        flags=flags,
-        env=env,
-        log_path=log_path,
-        pid_file=pid_file,
-    )
-
-
-class CaptureSession:
-    """A server with the capture plugin, its dump folder, and the counters seen so far."""
-
-    def __init__(self, job: Job) -> None:
-        recipe = job.recipe
-        self.job = job
-        self.owned = recipe.server.url is None
-        self.dumps = DumpFolder(Path(recipe.server.dump_dir or job.folder / "dumps").resolve())
-        self.base_line: dict[str, int] = {}
-        self.starts = 0
-        self.server: SGLangServer | None = None
-        self.client: SGLangClient | None = None
-
-    def start(self) -> None:
-        """Start (or attach to) the server and wait until it is ready; the writer of every replica must be seen."""
-        recipe = self.job.recipe
-        log = get_run_logger()
-        if self.owned:
-            self.dumps.path.mkdir(parents=True, exist_ok=True)
-            self.starts += 1
-            suffix = "" if self.starts == 1 else f"-{self.starts}"
-            spec = server_spec(recipe, self.job.folder / f"sglang-capture{suffix}.log", self.job.state / "sglang.pid")
-            spec.env |= {
-                contract.ENV_DUMP_DIR: str(self.dumps.path),
-                contract.ENV_AFTER_BLOCK: ",".join(map(str, recipe.capture.blocks)),
-                contract.ENV_MODE: recipe.capture.mode,
-            }
-            self.server = SGLangServer(spec)
-            self.server.start()
-            log.info("SGLang is loading %s; its log is %s", self.job.target_name, spec.log_path)
-        else:
-            self.server = attach(str(recipe.server.url))
-        started = time.monotonic()
-        self.server.wait_ready(recipe.server.ready_deadline_s)
-        log.info("SGLang is ready at %s after %.0f s", self.server.base_url, time.monotonic() - started)
-        self.client = SGLangClient(
-            self.server.base_url,
-            timeout_s=recipe.server.request_timeout_s,
-            vocab_size=need(self.job.plan, "plan").shape.vocab_size,
-        )
-        self.writers()
-
-    def writers(self) -> list[Writer]:
-        """The capture plugin's live writers.
-
-        Raises:
-            ServerError: no writer of this server shows in the dump folder, or the plugin refused to capture.
-        """
-        where = f"capture folder {self.dumps.path}"
-        deadline = time.monotonic() + WRITER_DEADLINE_S
-        while True:
-            writers = [w for w in self.dumps.writers() if self._is_live(w)]
-            refused = [reason for writer in writers for reason in writer.refused]
-            if refused:
-                raise ServerError(
-                    where, f"the capture plugin refused: {'; '.join(refused)}", None, "Change the server's flags."
-                )
-            if writers:
-                return writers
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    where,
-                    "no writer of this server is there",
-                    "one folder with a writer.json per replica",
-                    "Is server_patch/ installed in the server's environment, and is this the folder the server knows "
-                    f"as {contract.ENV_DUMP_DIR}? A server on another host needs a worker on that host.",
-                )
-            time.sleep(0.2)
-
-    def _is_live(self, writer: Writer) -> bool:
-        if not self.owned:
-            return True
-        return os.path.exists(f"/proc/{writer.pid}")
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server's process still runs (a server that is not ours: whether it answers)."""
-        return self.server is not None and self.server.alive()
-
-    def may_still_write(self) -> bool:
-        """Whether a dump may still come. Another's server is not asked: its health check is a request of its own."""
-        return not self.owned or self.alive
-
-    def revive(self) -> bool:
-        """Start the server again if it died. Returns whether that was needed."""
-        if self.alive:
-            return False
-        get_run_logger().warning("SGLang is gone; starting it again (only the batch in flight is redone)")
-        self.stop()
-        self.start()
-        self.clear()
-        return True
-
-    def clear(self) -> int:
-        """Remove every dump there is (warm-up, other clients, attempts that died) and take the counters' base line."""
-        removed = self.dumps.clear()
-        self.base_line = self.dumps.base_line()
-        return removed
-
-    def stop(self) -> None:
-        """End the server if it is ours; close the connection otherwise."""
-        if self.client is not None:
-            self.client.close()
-            self.client = None
-        if self.server is not None and self.owned:
-            self.server.stop()
-        self.server = None
-
 
 @step("launch server", retries=1)
-def launch_server(job: Job) -> None:
-    """Start SGLang with the capture plugin and wait until it is ready."""
+def launch_servers(job: Job) -> None:
+    """Start SGLang with the capture plugin, once per server of the recipe, and wait until all are ready."""
     if job.capture is not None:  # a retry: whatever the first try left is ended first
         job.capture.stop()
-    job.capture = CaptureSession(job)
+    servers = job.recipe.capture_servers()
+    job.capture = CapturePool([CaptureSession(job, server, number) for number, server in enumerate(servers)])
     job.capture.start()
 
 
 @step("remove warm-up dumps")
 def clear_warm_up(job: Job) -> int:
-    """Remove what the server's own warm-up captured and take the counters' base line."""
-    capture = need(job.capture, "capture server")
-    removed = capture.clear()
+    """Remove what the servers' own warm-up captured and take the counters' base line."""
+    sessions = need(job.capture, "capture servers").sessions
+    removed = sum(session.clear() for session in sessions)
     job.figures["warmup_dumps_removed"] = removed
-    get_run_logger().info(
-        "removed %d warm-up dump%s; counters start at %s", removed, "s" * (removed != 1), capture.base_line
-    )
+    lines = {writer: counter for session in sessions for writer, counter in session.base_line.items()}
+    get_run_logger().info("removed %d warm-up dump%s; counters start at %s", removed, "s" * (removed != 1), lines)
     return removed
 
 
 @step("stop server")
-def stop_server(job: Job) -> None:
-    """End the capture server, whatever happened before."""
+def stop_servers(job: Job) -> None:
+    """End the capture servers, whatever happened before."""
     if job.capture is not None:
         job.capture.stop()
         job.figures["server_starts"] = job.capture.starts

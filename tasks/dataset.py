@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from prefect.logging import get_run_logger
@@ -23,7 +24,7 @@ from tasks.step import step
 @step("open dataset", retries=2)
 def open_dataset(job: Job) -> list[str]:
     """Split the samples into batches and ask the bucket which are done. Returns the ids of those that are not."""
-    recipe, ledger, capture = job.recipe, need(job.ledger, "ledger"), need(job.capture, "capture server")
+    recipe, ledger, capture = job.recipe, need(job.ledger, "ledger"), need(job.capture, "capture servers")
     folder = Path(recipe.target.model_path)
     job.expectation = Expectation.of_target(folder, tuple(recipe.capture.blocks), recipe.target.dtype)
     writers = capture.writers()
@@ -35,8 +36,8 @@ def open_dataset(job: Job) -> list[str]:
     _sweep(job.writer)
     job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}
     done = job.writer.done()
-    missing = [batch_id for batch_id in job.batches if batch_id not in done]
-    job.quarantined = sum(len(done[b].info.left_out) for b in job.batches if b in done)
+    unusable = ledger.quarantined_batches()
+    missing = [batch_id for batch_id in job.batches if batch_id not in done and batch_id not in unusable]
     get_run_logger().info(
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
     )
@@ -79,13 +80,14 @@ def commit_dataset(job: Job) -> None:
     """Write the samples table, the vocabulary map and, last, the manifest."""
     recipe, writer = job.recipe, need(job.writer, "dataset writer")
     samples = need(job.samples, "samples")
-    _refuse_many_quarantined(job)
+    unusable = need(job.ledger, "ledger").quarantined_batches()
+    _refuse_many_quarantined(job, unusable)
     shape = need(job.plan, "plan").shape
     training = [s for s in samples.samples if s.id not in samples.held_out]
     counts = count_tokens(training, int(shape.vocab_size or 0))
     vocab = build_vocab_map(counts, recipe.train.draft_vocab_size, _special_ids(recipe.target.model_path))
     manifest = writer.commit_manifest(
-        need(job.batches, "batches"),
+        need(job.batches, "batches").keys() - unusable.keys(),
         vocab_map=vocab.to_bytes(),
         coverage=vocab.coverage,
         held_out_share=recipe.data.held_out_share,
@@ -121,7 +123,7 @@ def use_dataset(job: Job) -> None:
         )  # fmt: skip
     job.figures |= {
         "samples_valid": manifest.samples,
-        "samples_quarantined": len(manifest.left_out),
+        "samples_quarantined": len(manifest.left_out) + len(need(job.ledger, "ledger").quarantined()),
         "samples_held_out": manifest.held_out_samples,
         "tokens": manifest.tokens,
         "dataset_uri": job.dataset.uri,
@@ -132,8 +134,10 @@ def use_dataset(job: Job) -> None:
     }
 
 
-def _refuse_many_quarantined(job: Job) -> None:
-    lost, planned = job.quarantined, len(need(job.samples, "samples").samples)
+def _refuse_many_quarantined(job: Job, unusable: Mapping[str, Mapping[str, str]]) -> None:
+    done = need(job.writer, "dataset writer").done()
+    lost = sum(map(len, unusable.values())) + sum(len(sidecar.info.left_out) for sidecar in done.values())
+    planned = len(need(job.samples, "samples").samples)
     allowed = job.recipe.extract.max_quarantined_share
     if lost > allowed * planned:
         raise GateError(

@@ -1,32 +1,63 @@
-"""One batch through the whole road: send, await, match, check, prove, pack, upload, verify, delete local files."""
+"""Batches through the whole road: send, await, match, check, prove, pack, upload, verify, delete local files.
 
+While a batch is proved, packed and uploaded, its server captures the next one. Never more than `extract.in_flight`
+batches a server are in work, so a slow bucket slows the servers down instead of filling the disk.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect.futures import PrefectFuture, as_completed
 from prefect.logging import get_run_logger
 
+from hidden_states.plan import Batch
 from hidden_states.shard import pack_shard
-from tasks.captured import capture_batch
+from tasks.captured import Captured, capture_batch
 from tasks.dataset import kept, teacher_head
 from tasks.job import Job, need
+from tasks.progress import BatchDone, ExtractionProgress
 from tasks.proof import judge_batch
 from tasks.step import step
 
 
-@step("extract batch", retries=2, run_name="extract batch {batch_id}")
-def extract_batch(job: Job, batch_id: str) -> None:
+def extract_batches(job: Job, missing: Sequence[str]) -> None:
+    """Every missing batch, a bounded number at once. After a failure nothing new is begun; what is in work is finished.
+
+    Raises:
+        Refusal: the first batch that failed for good.
+    """
+    sessions = need(job.capture, "capture servers").sessions
+    most = len(sessions) * job.recipe.extract.in_flight
+    progress = ExtractionProgress(need(job.batches, "batches"), missing)
+    waiting = iter(missing)
+    in_work: set[PrefectFuture[Any]] = set()
+    failed: list[Exception] = []
+    with job.clock("extract batches"):
+        while True:
+            while len(in_work) < most and not failed and (batch_id := next(waiting, None)):
+                in_work.add(extract_batch.submit(job, batch_id))
+            if not in_work:
+                break
+            future = next(as_completed(list(in_work)))
+            in_work.remove(future)
+            try:
+                progress.add(future.result())
+            except Exception as error:  # raised below, when the batches in work are through
+                failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+@step("extract batch", retries=2, run_name="extract batch {batch_id}", clocked=False)
+def extract_batch(job: Job, batch_id: str) -> BatchDone:
     """Capture, prove and store one batch. Done twice it is the same object; killed half-way it is done again."""
-    capture, writer = need(job.capture, "capture server"), need(job.writer, "dataset writer")
     batch = need(job.batches, "batches")[batch_id]
     log = get_run_logger()
-    capture.revive()
-    capture.clear()
-    captured = capture_batch(job, batch)
-    agreement = judge_batch(job, batch, captured)
-    shard = job.folder / f"{batch.id}.safetensors"
+    with need(job.capture, "capture servers").take() as capture:
+        capture.clear()
+        captured = capture_batch(job, capture, batch)
     try:
-        encoding = kept(job.recipe)
-        head = teacher_head(job.recipe.target.model_path) if encoding.top_k else None
-        info = pack_shard(
-            batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head
-        )
+        agreement = judge_batch(job, batch, captured)
         report = {
             "teacher_positions": agreement.total,
             "teacher_agreed": agreement.agree,
@@ -35,12 +66,29 @@ def extract_batch(job: Job, batch_id: str) -> None:
             "counter_gaps": captured.gaps,
         }
         need(job.ledger, "ledger").keep_report(batch.id, report)
-        writer.commit_batch(info)
+        stored = _store(job, batch, captured)
     finally:
-        shard.unlink(missing_ok=True)
-    capture.dumps.clear()
-    job.quarantined += len(captured.reasons)
+        capture.release(captured.refs)
     for sample_id, reason in captured.reasons.items():
         log.warning("sample %s quarantined: %s", sample_id, reason)
-    log.info("%d samples, %d tokens, %.1f MB; teacher agrees at %d of %d positions", len(captured.dumps),
-             info.layout.tokens, info.bytes / 1e6, agreement.agree, agreement.total)  # fmt: skip
+    log.info("batch %s: %d samples, %d tokens, %.1f MB; teacher agrees at %d of %d positions", batch.id,
+             len(captured.dumps), batch.tokens, stored / 1e6, agreement.agree, agreement.total)  # fmt: skip
+    return BatchDone(len(captured.dumps), len(captured.reasons), batch.tokens, stored)
+
+
+def _store(job: Job, batch: Batch, captured: Captured) -> int:
+    """Pack and upload what was captured; the bytes stored. A batch of which nothing can be used is recorded as such."""
+    if not captured.dumps:
+        need(job.ledger, "ledger").keep_quarantined(batch.id, captured.reasons)
+        return 0
+    shard = job.folder / f"{batch.id}.safetensors"
+    try:
+        encoding = kept(job.recipe)
+        head = teacher_head(job.recipe.target.model_path) if encoding.top_k else None
+        info = pack_shard(
+            batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head
+        )
+        need(job.writer, "dataset writer").commit_batch(info)
+        return info.bytes
+    finally:
+        shard.unlink(missing_ok=True)

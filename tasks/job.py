@@ -17,7 +17,7 @@ from hidden_states.validate import Expectation
 from infra.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tasks.capture import CaptureSession
+    from tasks.capture_pool import CapturePool
     from tasks.ledger import Ledger
     from tasks.planning import Plan
     from tasks.proof import Judges
@@ -55,14 +55,13 @@ class Job:
     tracker: "Tracker | None" = None
     plan: "Plan | None" = None
     ledger: "Ledger | None" = None
-    capture: "CaptureSession | None" = None
+    capture: "CapturePool | None" = None
     samples: "RunSamples | None" = None
     expectation: Expectation | None = None
     judges: "Judges | None" = None
     writer: DatasetWriter | None = None
     batches: dict[str, Batch] | None = None
     objects_before: set[str] = field(default_factory=set)
-    quarantined: int = 0
     dataset: Dataset | None = None
     trained: "Trained | None" = None
     prompts: "list[ServedPrompt] | None" = None

@@ -4,6 +4,7 @@ nothing.
     <name>-v<k>/plan.json           what the version is made of; written first
     <name>-v<k>/replies/...json     the target's own replies, chunk by chunk
     <name>-v<k>/reports/...json     what each batch's proof found; written before the batch is committed
+    <name>-v<k>/quarantined/..json  batches of which no sample could be used, with the reasons
     <name>-v<k>/shards, manifest    see hidden_states.dataset_writer
     <name>-v<k>/runs/<run>.json     the summary of each pipeline run that went to its end: the version is closed
 
@@ -14,6 +15,7 @@ as the recipe says.
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ from hidden_states.samples import Sample
 from hidden_states.store import ObjectExists, Store
 from infra.recipe import Recipe
 
-PLAN, RUNS, REPLIES, REPORTS = "plan.json", "runs", "replies", "reports"
+PLAN, RUNS, REPLIES, REPORTS, QUARANTINED = "plan.json", "runs", "replies", "reports", "quarantined"
 _ROUNDS = 4  # requests in flight, times this: the prompts of a chunk; the server is never short of work for long
 
 
@@ -124,6 +126,22 @@ class Ledger:
             for name, value in json.loads(self.store.get_bytes(info.key)).items():
                 total[name] = total.get(name, 0) + value
         return total
+
+    def keep_quarantined(self, batch_id: str, reasons: Mapping[str, str]) -> None:
+        """Record a batch without a usable sample: it has no shard, and is done all the same."""
+        self.store.put_bytes(f"{self.name}/{QUARANTINED}/{batch_id}.json", _json(dict(reasons)))
+
+    def quarantined_batches(self) -> dict[str, dict[str, str]]:
+        """Batch id -> sample id -> reason, of the batches without a usable sample."""
+        found = {}
+        for info in self.store.list(f"{self.name}/{QUARANTINED}/"):
+            batch_id = info.key.rpartition("/")[2].removesuffix(".json")
+            found[batch_id] = dict(json.loads(self.store.get_bytes(info.key)))
+        return found
+
+    def quarantined(self) -> dict[str, str]:
+        """Sample id -> reason, over those batches."""
+        return {sample: why for reasons in self.quarantined_batches().values() for sample, why in reasons.items()}
 
     def close(self, run_id: str, summary: dict[str, Any]) -> None:
         """Record that a run went to its end with this version."""

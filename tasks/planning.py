@@ -2,19 +2,19 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hidden_states.conversations import read_conversations
 from hidden_states.errors import DataError, RecipeError
+from hidden_states.mask_rule import MaskRule
 from hidden_states.plan import bytes_per_token
 from hidden_states.prompts import Prompt, prepare_prompts
+from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
-from infra.recipe import Recipe
-
-LOCAL_BATCHES = 3  # dumps of one batch, its shard, and a batch that is being captured
+from infra.recipe import Data, Recipe
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Plan:
     not_checked: tuple[str, ...]
     recipe: Recipe
     tokens: int
+    mask_rule: MaskRule | None = None
 
     @property
     def count(self) -> int:
@@ -102,8 +103,10 @@ class Plan:
 
     @property
     def local_bytes(self) -> int:
-        """Most bytes on local disk at a time: a few batches, never the dataset."""
-        return LOCAL_BATCHES * self.recipe.extract.batch_tokens * self.bytes_per_token
+        """Most bytes on local disk at a time: every batch in work as dumps and as the shard made of them."""
+        extract = self.recipe.extract
+        batches = len(self.recipe.capture_servers()) * extract.in_flight
+        return 2 * batches * max(extract.batch_tokens, self.recipe.data.max_tokens) * self.bytes_per_token
 
 
 def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
@@ -126,25 +129,38 @@ def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
         shape = TargetShape(int(recipe.target.hidden_size or 0), int(recipe.target.num_blocks or 0), None, None, dtype)
         missing = [f"{folder} is not on this machine, so samples and tokens are not counted"]
         missing += [f"{path} is not on this machine" for path in recipe.data.conversations if not Path(path).exists()]
-        report, prompts, samples, tokens = None, [], [], 0
+        report, prompts, samples, tokens, rule = None, [], [], 0, None
     else:
         shape, missing = TargetShape.read(folder, recipe.target.dtype), []
         _refuse_impossible(recipe, shape)
-        prompts, samples, report = _prepare(recipe, shape)
+        prompts, samples, report, rule = _prepare(recipe, shape)
         tokens = sum(len(s) for s in samples) + sum(len(p.ids) + recipe.regenerate.max_new_tokens for p in prompts)
     _refuse_blocks(recipe, shape)
     share = recipe.data.held_out_share
     digests = [p.digest for p in prompts] + [s.digest for s in samples]
     held_out = frozenset(digest for digest in digests if is_held_out(digest, share))
     per_token = bytes_per_token(shape.hidden_size, len(recipe.capture.blocks), shape.dtype)
-    plan = Plan(shape, per_token, prompts, samples, held_out, report, tuple(missing), recipe, tokens)
+    plan = Plan(shape, per_token, prompts, samples, held_out, report, tuple(missing), recipe, tokens, rule)
     if report is not None:
         _refuse_small_disk(plan)
         _refuse_empty_split(plan)
     return plan
 
 
-def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sample], Report]:
+def sample_options(data: Data) -> SampleOptions:
+    """How a recipe makes samples of conversations."""
+    return SampleOptions(
+        learn=data.learn,
+        learn_reasoning=data.learn_reasoning,
+        max_tokens=data.max_tokens,
+        when_too_long=data.when_too_long,
+        strict=data.strict,
+        max_bad_share=data.max_bad_share,
+        template_kwargs=data.template_kwargs,
+    )
+
+
+def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sample], Report, MaskRule | None]:
     from transformers import AutoTokenizer  # 2 s: after the cheap refusals
 
     data, most = recipe.data, recipe.data.max_conversations
@@ -157,15 +173,7 @@ def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sam
         recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
     )
     room = data.max_tokens - (recipe.regenerate.max_new_tokens if recipe.regenerate.enabled else 0)
-    options = SampleOptions(
-        learn=data.learn,
-        learn_reasoning=data.learn_reasoning,
-        max_tokens=room,
-        when_too_long=data.when_too_long,
-        vocab_size=shape.vocab_size,
-        strict=data.strict,
-        max_bad_share=data.max_bad_share,
-    )
+    options = replace(sample_options(data), max_tokens=room, vocab_size=shape.vocab_size)
     conversations: Any = rows()
     if recipe.regenerate.enabled:
         asked = prepare_prompts(conversations, tokenizer, options)
@@ -178,7 +186,12 @@ def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sam
         raise DataError(
             ", ".join(data.conversations), f"no usable conversation: {reasons}", "at least one", "See above."
         )
-    return prompts, samples, report
+    try:
+        rule = MaskRule.of(ChatTemplate(tokenizer, dict(data.template_kwargs)))
+    except DataError as error:
+        report.note("loss masks cannot be checked independently", "template", error.found)
+        rule = None
+    return prompts, samples, report, rule
 
 
 def _refuse_impossible(recipe: Recipe, shape: TargetShape) -> None:
@@ -222,8 +235,8 @@ def _refuse_small_disk(plan: Plan) -> None:
     free = shutil.disk_usage(place).free
     if free < plan.local_bytes:
         raise RecipeError(
-            f"disk of {place}", f"{free:,} bytes free", f"{plan.local_bytes:,} bytes for {LOCAL_BATCHES} batches",
-            "Free some, name another server.dump_dir, or lower extract.batch_tokens.",
+            f"disk of {place}", f"{free:,} bytes free", f"{plan.local_bytes:,} bytes for the batches in work",
+            "Free some, name another server.dump_dir, or lower extract.batch_tokens or extract.in_flight.",
         )  # fmt: skip
 
 

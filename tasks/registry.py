@@ -3,7 +3,6 @@
 import json
 import shutil
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from prefect.logging import get_run_logger
@@ -58,8 +57,25 @@ def register_drafter(job: Job) -> None:
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write `summary.json`, log it, close the dataset's version and the MLflow run, remove what is no longer needed."""
-    tracker, ledger = need(job.tracker, "MLflow run"), need(job.ledger, "ledger")
+    """The end of a whole run: close the dataset's version too, and remove what is no longer needed."""
+    summary = summarise(job, {"drafter_path": str(job.folder / "drafter")})
+    need(job.ledger, "ledger").close(job.run_id, summary)
+    need(job.tracker, "MLflow run").close("FINISHED")
+    clean_up(job)
+    return summary
+
+
+def finish_extraction(job: Job) -> dict[str, Any]:
+    """The end of an extraction: the dataset's version stays open for the run that trains on it."""
+    summary = summarise(job, {})
+    need(job.tracker, "MLflow run").close("FINISHED")
+    clean_up(job)
+    return summary
+
+
+def summarise(job: Job, more: dict[str, Any]) -> dict[str, Any]:
+    """Write `summary.json` and log it."""
+    tracker = need(job.tracker, "MLflow run")
     count_uploads(job)
     wall = job.wall
     figures = {key: value for key, value in job.figures.items() if key not in ("teacher_agreed", "teacher_strict")}
@@ -72,8 +88,8 @@ def finish(job: Job) -> dict[str, Any]:
         "recipe": job.recipe.name,
         "mlflow_run_id": tracker.run_id,
         "prefect_flow_run_id": str(flow_run.get_id()),
-        "drafter_path": str(job.folder / "drafter"),
         "summary_path": str(job.folder / "summary.json"),
+        **more,
         "wall_s": wall,
     }
     text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
@@ -82,9 +98,6 @@ def finish(job: Job) -> dict[str, Any]:
     tracker.metrics({**numbers, **{f"wall_s/{name.replace(' ', '_')}": s for name, s in wall.items()}})
     tracker.text(text, "summary.json")
     tracker.text(json.dumps(job.recipe.as_dict(), indent=1), "recipe.json")
-    ledger.close(job.run_id, summary)
-    tracker.close("FINISHED")
-    clean_up(job)
     return summary
 
 
@@ -98,6 +111,6 @@ def clean_up(job: Job) -> None:
     if job.trained is not None:
         shutil.rmtree(job.trained.checkpoints, ignore_errors=True)
     shutil.rmtree(job.folder / "control", ignore_errors=True)
-    dumps = job.folder / "dumps"
-    if dumps.is_dir() and not any(Path(dumps).glob("*/req_*")):
-        shutil.rmtree(dumps)
+    for dumps in job.folder.glob("dumps*"):
+        if not any(dumps.glob("*/req_*")):
+            shutil.rmtree(dumps)

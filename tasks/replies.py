@@ -1,5 +1,6 @@
 """Samples of a run: the target's own replies to the prompts (on-policy), or the replies the data came with."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from prefect.logging import get_run_logger
 from hidden_states.errors import DataError
 from hidden_states.prompts import Prompt
 from hidden_states.samples import Sample, sample_from_reply
-from infra.client import SGLangClient
+from tasks.capture_session import CaptureSession
 from tasks.job import Job, need
 from tasks.ledger import chunks
 from tasks.step import step
@@ -34,45 +35,66 @@ class RunSamples:
 @step("regenerate replies", retries=2)
 def regenerate_replies(job: Job) -> None:
     """Let the target answer every prompt; what an earlier run stored is not asked again."""
-    plan, ledger, capture = need(job.plan, "plan"), need(job.ledger, "ledger"), need(job.capture, "capture server")
+    plan, ledger, capture = need(job.plan, "plan"), need(job.ledger, "ledger"), need(job.capture, "capture servers")
     settings = job.recipe.regenerate
     if not settings.enabled:
         held_out = frozenset(s.id for s in plan.samples if s.digest in plan.held_out)
         job.samples = RunSamples(plan.samples, held_out)
         return
-    capture.revive()
     log = get_run_logger()
     known = ledger.replies()
-    done = asked = 0
-    for group in chunks(plan.prompts, job.recipe.server.max_in_flight_requests):
-        missing = [prompt for prompt in group if prompt.digest not in known]
-        if missing:
-            answers = _ask(need(capture.client, "client"), missing, job)
-            known |= {answer["prompt"]: answer for answer in answers}
-            kept = [known[prompt.digest] for prompt in group]
-            ledger.keep_replies(settings.model_dump(mode="json"), kept)
-            asked += len(missing)
-            capture.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
-        done += len(group)
-        log.info("%d of %d replies", done, len(plan.prompts))
+    groups = chunks(plan.prompts, job.recipe.server.max_in_flight_requests)
+    missing = [(group, asked) for group in groups if (asked := [p for p in group if p.digest not in known])]
+    done = len(plan.prompts) - sum(len(group) for group, _ in missing)
+    if done:
+        log.info("%d of %d replies are in the bucket already", done, len(plan.prompts))
+    waiting, lock = iter(missing), threading.Lock()
+
+    def answer(_: CaptureSession) -> None:
+        nonlocal done
+        while True:
+            with lock:
+                group, asked = next(waiting, ([], []))
+            if not group:
+                return
+            with capture.take() as session:
+                answers = _ask(session, asked, job)
+                session.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
+            with lock:
+                known.update({answer["prompt"]: answer for answer in answers})
+            ledger.keep_replies(settings.model_dump(mode="json"), [known[prompt.digest] for prompt in group])
+            with lock:
+                done += len(group)
+                log.info("%d of %d replies", done, len(plan.prompts))
+
+    capture.each(answer)
     job.samples = _samples(plan.prompts, known, plan.held_out)
-    job.figures |= {"replies_generated": asked, "replies_empty": job.samples.empty, "replies_cut": job.samples.cut}
+    job.figures |= {
+        "replies_generated": sum(len(asked) for _, asked in missing),
+        "replies_empty": job.samples.empty,
+        "replies_cut": job.samples.cut,
+    }
     log.info("%d samples; %d replies cut at %d tokens, %d empty", len(job.samples.samples), job.samples.cut,
              settings.max_new_tokens, job.samples.empty)  # fmt: skip
 
 
-def _ask(client: SGLangClient, prompts: list[Prompt], job: Job) -> list[dict[str, Any]]:
-    settings, server = job.recipe.regenerate, job.recipe.server
+def _ask(session: CaptureSession, prompts: list[Prompt], job: Job) -> list[dict[str, Any]]:
+    settings, server = job.recipe.regenerate, session.settings
+    client = need(session.client, "client")
+    sampling = {"top_p": settings.top_p, "top_k": settings.top_k} if settings.temperature else {}
     requests = [
         client.request(p.ids, rid=f"reply-{job.run_id}-{p.digest[:16]}", max_new_tokens=settings.max_new_tokens,
-                       temperature=settings.temperature)
+                       temperature=settings.temperature, sampling=sampling)
         for p in prompts
     ]  # fmt: skip
-    digests = {request.rid: prompt.digest for request, prompt in zip(requests, prompts, strict=True)}
+    asked = {request.rid: prompt for request, prompt in zip(requests, prompts, strict=True)}
     answers = client.generate_many(
         requests, max_in_flight_tokens=server.max_in_flight_tokens, max_in_flight=server.max_in_flight_requests
     )
-    return [{"prompt": digests[a.rid], "ids": a.output_ids, "finish": a.finish_reason} for a in answers]
+    return [
+        {"prompt": asked[a.rid].digest, "source": asked[a.rid].source, "ids": a.output_ids, "finish": a.finish_reason}
+        for a in answers
+    ]
 
 
 def _samples(prompts: list[Prompt], replies: dict[str, dict[str, Any]], kept: frozenset[str]) -> RunSamples:

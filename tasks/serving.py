@@ -11,7 +11,7 @@ from hidden_states.manifest import HELD_OUT
 from infra.client import Generation, SGLangClient, acceptance_length
 from infra.recipe import Recipe
 from infra.server import SGLangServer
-from tasks.capture import server_spec
+from tasks.capture_session import server_spec
 from tasks.job import Job, need
 from tasks.step import step
 
@@ -68,7 +68,7 @@ def held_out_prompts(job: Job) -> list[ServedPrompt]:
 def serve(job: Job, kind: Kind, prompts: list[ServedPrompt]) -> tuple[Served, list[Generation]]:
     """Start the target (with a drafter unless `plain`), answer the prompts, end it."""
     recipe = job.recipe
-    spec = server_spec(recipe, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
+    spec = server_spec(recipe, recipe.server, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
     spec.num_steps = recipe.evaluate.num_steps
     spec.draft_path = None if kind == "plain" else job.folder / kind
     with SGLangServer(spec) as server:

@@ -1,5 +1,6 @@
 """What every step of a pipeline shares: timed, named, never cached, retried only where another try can help."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,9 +30,12 @@ def worth_another_try(_: Task[Any, Any], __: TaskRun, state: State[Any]) -> bool
 
 
 def step(
-    name: str, *, retries: int = 0, run_name: str | None = None
+    name: str, *, retries: int = 0, run_name: str | None = None, clocked: bool = True
 ) -> Callable[[Callable[Concatenate[Job, P], R]], Task[Concatenate[Job, P], R]]:
     """Make a function of a job a Prefect task whose wall time is added to the job's clock under `name`.
+
+    Args:
+        clocked: False for steps that run side by side: their seconds would add up to more than the clock's.
 
     Nothing is cached or persisted: the bucket says what is done, so no stale success can be reused.
     """
@@ -39,7 +43,7 @@ def step(
     def decorate(function: Callable[Concatenate[Job, P], R]) -> Task[Concatenate[Job, P], R]:
         @functools.wraps(function)
         def timed(job: Job, *args: P.args, **kwargs: P.kwargs) -> R:
-            with job.clock(name):
+            with job.clock(name) if clocked else contextlib.nullcontext():
                 return function(job, *args, **kwargs)
 
         return task(

@@ -144,7 +144,8 @@ def test_a_prefix_hit_says_what_to_do(server: Server) -> None:
     server.answer(request_id, sample.input_ids, spans=[[3, 4]], prefix_cached=3, complete=False,
                   incomplete_reason=contract.PREFIX_CACHE)  # fmt: skip
     assert server.reconcile().reason(request_id) == (
-        f"req_0 of writer {server.writer.writer_id}: 1 tokens captured, 4 sent; 3 were served from the prefix cache. "
-        "Restart the server with the radix cache off or let extraction send a unique extra_key."
+        f"short: req_0 of writer {server.writer.writer_id}: 1 tokens captured, 4 sent; 3 were served from the prefix "
+        "cache. Restart the server with the radix cache off or let extraction send a unique extra_key."
+
     )
     assert names(server.reconcile()) == {"missing": 5, "short": 1}

@@ -1,0 +1,76 @@
+"""How far the extraction is: a line in the terminal and a progress artifact in Prefect, after every batch."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.logging import get_run_logger
+
+from hidden_states.plan import Batch
+from tasks.words import bytes_in_words, seconds_in_words
+
+ARTIFACT = "extraction-progress"
+
+
+@dataclass(frozen=True)
+class BatchDone:
+    """What a batch came to. `samples` are stored; `tokens` are of the batch, `bytes` of its shard."""
+
+    samples: int
+    quarantined: int
+    tokens: int
+    bytes: int
+
+
+class ExtractionProgress:
+    """Counts batches as they are done. Rates are of this run alone; a resumed one begins where the last one ended.
+
+    Args:
+        batches: all batches of the dataset, by id.
+        missing: ids of those that this run does.
+    """
+
+    def __init__(self, batches: Mapping[str, Batch], missing: Sequence[str]) -> None:
+        self._all_tokens = sum(batch.tokens for batch in batches.values())
+        self._all_samples = sum(len(batch.samples) for batch in batches.values())
+        self._all_batches = len(batches)
+        self._tokens = self._all_tokens - sum(batches[b].tokens for b in missing)
+        self._samples = self._all_samples - sum(len(batches[b].samples) for b in missing)
+        self._batches = self._all_batches - len(missing)
+        self._run_tokens = self._run_bytes = 0
+        self._started = time.monotonic()
+        self._artifact = cast(  # it is a coroutine only inside an event loop
+            UUID, create_progress_artifact(self._percent, key=ARTIFACT, description=self._in_words())
+        )
+
+    def add(self, batch: BatchDone) -> None:
+        """Count a batch, and say how far we are."""
+        self._tokens += batch.tokens
+        self._samples += batch.samples + batch.quarantined
+        self._batches += 1
+        self._run_tokens += batch.tokens
+        self._run_bytes += batch.bytes
+        said = self._in_words()
+        get_run_logger().info("%s", said)
+        update_progress_artifact(self._artifact, self._percent, said)
+
+    @property
+    def _percent(self) -> float:
+        return round(100 * self._tokens / self._all_tokens, 1)
+
+    def _in_words(self) -> str:
+        told = (
+            f"{self._batches:,} of {self._all_batches:,} batches, {self._samples:,} of {self._all_samples:,} samples, "
+            f"{self._percent:.0f}% of the tokens"
+        )
+        if not self._run_tokens:
+            return told
+        seconds = time.monotonic() - self._started
+        left = (self._all_tokens - self._tokens) * seconds / self._run_tokens
+        return (
+            f"{told}; {self._run_tokens / seconds:,.0f} tokens/s, "
+            f"{bytes_in_words(self._run_bytes / seconds)}/s, {seconds_in_words(left)} left"
+        )
