@@ -46,6 +46,8 @@ class Capture:
         self._copier = RowCopier(device)
         self._requests: dict[str, Any] = {}
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
+        self._tried = False  # the model has run with its capture path on
+        self._unusable = False  # it could not, so this rank runs the stock path from then on
         self._lock = threading.RLock()
         self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
         self._orphans: dict[int, Assembly] = {}  # open assemblies by counter, also those whose request object is gone
@@ -84,10 +86,21 @@ class Capture:
         forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         chunks = self._chunks(forward_batch)
         self._expected = False
-        if not chunks:
+        if not chunks or self._unusable:
             return original(*args, **kwargs)
-        with self._layers.on():
+        try:
+            with self._layers.on():
+                result = original(*args, **kwargs)
+        except Exception as error:
+            if self._tried:
+                raise
+            # The dry run: a capture path that this release broke must not cost a request. The pass is run again as
+            # stock, and raises by itself when the trouble was not capture's (no memory, say).
             result = original(*args, **kwargs)
+            self._unusable = True
+            self.give_up(f"the model's capture path raised {type(error).__name__}: {error}")
+            return result
+        self._tried = True
         hidden, aux = result if isinstance(result, tuple) else (result, None)
         if self._writer is not None and self._writer.state == contract.CAPTURING:
             input_ids = args[0] if args else kwargs.get("input_ids")

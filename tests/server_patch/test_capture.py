@@ -320,6 +320,24 @@ def test_a_request_that_is_not_what_the_plugin_knows_ends_capture_and_not_the_se
     assert bench.end() == {} and bench.writer.state == contract.BROKEN
 
 
+def test_a_capture_path_that_raises_on_first_use_ends_capture_and_not_the_request(bench: Bench) -> None:
+    """A model file that changed under the plugin: the first pass is a dry run, and is done again without capture."""
+
+    class Changed(Model):
+        def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
+            if self.llama.model.layers_to_capture:
+                raise AttributeError("'AuxHiddenStatePacker' object has no attribute 'capture'")
+            return super().forward(input_ids, positions, forward_batch)
+
+    stock = Changed(packed=True)
+    stock.llama = bench.model.llama  # the one whose capture the plugin switches
+    bench.model = stock
+    for name in ("first", "second"):
+        bench.run([(Request(name, 5), 0, 5)])
+    assert stock.passes == 2 and bench.end() == {}
+    assert bench.writer.state == contract.BROKEN and "AuxHiddenStatePacker" in bench.writer.refused[0]
+
+
 def test_an_error_of_the_model_is_the_servers_own(bench: Bench) -> None:
     batch = bench.announce([(Request("r", 5), 0, 5)])
 
