@@ -1,89 +1,110 @@
-"""Checkpoints of a training: whole or absent, the newest few kept.
+"""Checkpoints of a training: whole or absent, the newest few kept, readable by any number of ranks.
 
-    <folder>/step-<n>/drafter.safetensors   weights by SGLang's names
-                     /training.pt           optimiser, random state, position in the data
-                     /progress.json         step, epoch, what the training is
+    <folder>/step-<n>/state/         weights by SGLang's names, and the optimiser (torch.distributed.checkpoint)
+                     /training.pt    random state, position in the data
+                     /progress.json  step, epoch, what the training is
     <folder>/best/drafter.safetensors, figures.json
 
 A folder appears by one rename of a finished, synced temporary one; what a crash leaves behind is called `.tmp-*` and is
-removed at the next start.
+removed at the next start. Every rank writes its share into the same folder: several machines need a shared one.
 """
 
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from drafter.ranks import Ranks
 from hidden_states.errors import TrainingError
 
-_WEIGHTS, _TRAINING, _PROGRESS = "drafter.safetensors", "training.pt", "progress.json"
+_STATE, _TRAINING, _PROGRESS = "state", "training.pt", "progress.json"
+_BEST = "drafter.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """weights by name; training: tensors and plain values only; progress: JSON."""
+    """training: tensors and plain values only; progress: JSON."""
 
-    weights: dict[str, Tensor]
     training: dict[str, Any]
     progress: dict[str, Any]
 
 
 class CheckpointFolder:
-    """Reads and writes one training's checkpoints."""
+    """Reads and writes one training's checkpoints. With several ranks, all of them call `save` and `load_state`."""
 
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+    def __init__(self, folder: str | Path, keep: int = 3, ranks: Ranks | None = None) -> None:
         self.folder = Path(folder)
         self.keep = keep
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left_behind in self.folder.glob(".tmp-*"):
-            shutil.rmtree(left_behind)
+        self.ranks = ranks or Ranks(torch.device("cpu"))
+        if self.ranks.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left_behind in self.folder.glob(".tmp-*"):
+                shutil.rmtree(left_behind)
+        self.ranks.wait()
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, ascending."""
         return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
 
-    def save(self, step: int, checkpoint: Checkpoint) -> Path:
+    def save(self, step: int, drafter: nn.Module, optimiser: torch.optim.Optimizer, checkpoint: Checkpoint) -> Path:
         """Writes one checkpoint, then removes all but the newest `keep`."""
-        temporary = self.folder / f".tmp-step-{step}"
-        temporary.mkdir(exist_ok=True)
-        save_file(checkpoint.weights, temporary / _WEIGHTS)
-        torch.save(checkpoint.training, temporary / _TRAINING)
-        (temporary / _PROGRESS).write_text(json.dumps(checkpoint.progress, indent=2))
-        final = self.folder / f"step-{step:08d}"
-        _publish(temporary, final)
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.folder / f"step-{old:08d}")
+        temporary, final = self.folder / f".tmp-step-{step}", self._path(step)
+        if self.ranks.first:
+            temporary.mkdir(exist_ok=True)
+        self.ranks.wait()
+        with _alone_is_fine():
+            dcp.save(_state(drafter, optimiser), checkpoint_id=temporary / _STATE)
+        self.ranks.wait()
+        if self.ranks.first:
+            torch.save(checkpoint.training, temporary / _TRAINING)
+            (temporary / _PROGRESS).write_text(json.dumps(checkpoint.progress, indent=2))
+            _publish(temporary, final)
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self._path(old))
+        self.ranks.wait()
         return final
 
     def load_newest(self) -> Checkpoint | None:
-        """The newest checkpoint; None when there is none yet.
+        """What the newest checkpoint says of its training; None when there is none yet.
 
         Raises: TrainingError when it cannot be read.
         """
         if not (steps := self.steps()):
             return None
-        folder = self.folder / f"step-{steps[-1]:08d}"
-        try:
-            progress = json.loads((folder / _PROGRESS).read_text())
+        folder = self._path(steps[-1])
+        with _readable(folder):
             training = torch.load(folder / _TRAINING, weights_only=True)
-            return Checkpoint(load_file(folder / _WEIGHTS), training, progress)
-        except Exception as error:  # the unpickler ends in any of ten types on a torn file; they all mean this
-            raise TrainingError(
-                str(folder), f"unreadable ({error})", "a whole checkpoint",
-                "Remove this folder; training then resumes from the one before.",
-            ) from error  # fmt: skip
+            return Checkpoint(training, json.loads((folder / _PROGRESS).read_text()))
+
+    def load_state(self, drafter: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        """Puts the newest checkpoint's weights and optimiser state in place, spread as they are now.
+
+        Raises: TrainingError when it cannot be read.
+        """
+        folder = self._path(self.steps()[-1])
+        state = _state(drafter, optimiser)
+        with _readable(folder), _alone_is_fine():
+            dcp.load(state, checkpoint_id=folder / _STATE)
+        drafter.load_state_dict(state["drafter"])
+        set_optimizer_state_dict(drafter, optimiser, state["optimiser"])
 
     def save_best(self, weights: dict[str, Tensor], figures: dict[str, Any]) -> Path:
-        """Replaces the best drafter."""
+        """Replaces the best drafter; the first rank's task."""
         temporary = self.folder / ".tmp-best"
         temporary.mkdir(exist_ok=True)
-        save_file(weights, temporary / _WEIGHTS)
+        save_file(weights, temporary / _BEST)
         (temporary / "figures.json").write_text(json.dumps(figures, indent=2))
         final = self.folder / "best"
         _publish(temporary, final)
@@ -94,12 +115,39 @@ class CheckpointFolder:
         folder = self.folder / "best"
         if not folder.is_dir():
             return None
-        return load_file(folder / _WEIGHTS), json.loads((folder / "figures.json").read_text())
+        return load_file(folder / _BEST), json.loads((folder / "figures.json").read_text())
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+
+def _state(drafter: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"drafter": drafter.state_dict(), "optimiser": get_optimizer_state_dict(drafter, optimiser)}
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    # The unpicklers end in any of ten types on a torn file, torch's own is a BaseException; they all mean this.
+    except (Exception, CheckpointException) as error:
+        raise TrainingError(
+            str(folder), f"unreadable ({error})", "a whole checkpoint",
+            "Remove this folder; training then resumes from the one before.",
+        ) from error  # fmt: skip
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """torch warns when a checkpoint is written or read outside of a process group, as it is on one rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed.*", category=UserWarning)
+        yield
 
 
 def _publish(temporary: Path, final: Path) -> None:
     """Syncs a finished folder and renames it into place."""
-    for file in [*temporary.iterdir(), temporary]:
+    for file in [*temporary.rglob("*"), temporary]:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

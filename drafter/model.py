@@ -169,6 +169,16 @@ class Eagle3Drafter(nn.Module):
             else:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * (0.7 * weight.shape[1] ** -0.5))
 
+    def forward(
+        self, batch: Batch, plan: SlotPlan, embedding: Tensor, dtype: torch.dtype, recompute: bool = False
+    ) -> list[Tensor]:
+        """All that `unroll` gives. Sharded weights are whole in here and until the backward pass is over."""
+        return list(self.unroll(batch, plan, embedding, dtype, recompute))
+
+    def zero(self) -> Tensor:
+        """0, with a gradient of 0 for every weight: the share in a step of a rank without rows."""
+        return torch.stack([weight.reshape(-1)[0] for weight in self.parameters()]).sum() * 0
+
     def unroll(
         self, batch: Batch, plan: SlotPlan, embedding: Tensor, dtype: torch.dtype, recompute: bool = False
     ) -> Iterator[Tensor]:

@@ -110,7 +110,7 @@ def batch_loss(
     if not plan.steps:
         nothing = torch.zeros((), dtype=wide, device=learn.device)
         return nothing, tally_batch(work.counted, work.in_vocab, plan, [], learned, covered)
-    rows = list(drafter.unroll(batch, plan, teacher.embedding, dtype, recompute))
+    rows = drafter(batch, plan, teacher.embedding, dtype, recompute)
     taught_by = [seen_token(plan.scored_slots(j), j) for j in range(plan.steps)]
     teaching, teacher_of = torch.cat(taught_by).unique(sorted=True, return_inverse=True)
     sizes = [len(r) for r in rows]

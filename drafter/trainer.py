@@ -1,7 +1,7 @@
 """The training loop. One optimiser step sees `accumulate` packed rows per rank; its loss is their token-weighted mean.
 
 The same loop runs alone, in a thread (no signal handler, no global state but torch's random state on resume), and on
-every rank of an initialised `torch.distributed` group. Nothing here knows where batches come from or metrics go.
+every rank of an initialised `torch.distributed` group, over which the weights are then spread. Nothing here knows where batches come from or metrics go.
 """
 
 import hashlib
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from drafter.acceptance import Figures, Tally
 from drafter.checkpoint import Checkpoint, CheckpointFolder
@@ -25,6 +23,7 @@ from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
 from drafter.model import Batch, Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, plan_work
+from drafter.ranks import Ranks, whole, whole_weights
 from hidden_states.errors import TrainingError
 
 STOPPED_EXIT_CODE = 75  # of a process that saved and left because it was asked to: run the same command again
@@ -75,6 +74,8 @@ class Trainer:
         self.dtype = getattr(torch, config.dtype)
         self.device = drafter.d2t.device
         self.teacher = Teacher(target.to(self.device, self.dtype), drafter.draft_ids)
+        self.ranks = Ranks(self.device)
+        self.ranks.shard(drafter)
         self.optimiser = torch.optim.AdamW(
             drafter.parameters(),
             lr=config.schedule.lr,
@@ -82,9 +83,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, config.keep)
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.first_rank = self.ranks == 1 or dist.get_rank() == 0
+        self.folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, config.keep, self.ranks)
         self.progress = Progress()
         self._stream: Iterable[Batch] | None = None
         self._stopped = False
@@ -106,7 +105,7 @@ class Trainer:
                 parameters["lr"] = lr
             tally, tokens = self._gradients(group)
             figures = tally.figures(config.loss.decay)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip))
+            norm = float(whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip)))
             self._guard(figures.loss, norm, group)
             self.optimiser.step()
             self.optimiser.zero_grad()
@@ -114,7 +113,7 @@ class Trainer:
             progress.step += 1
             progress.in_epoch += len(group)
             progress.tokens += tokens
-            progress.seconds = self._largest(now - began)
+            progress.seconds = self.ranks.largest(now - began)
             if self.on_step:
                 self.on_step(
                     StepMetrics(
@@ -151,7 +150,7 @@ class Trainer:
             rows = iter(self._stream)
             while not self._leaving():
                 group = [row for _, row in zip(range(self.config.accumulate), rows, strict=False)]
-                if not self._anywhere(bool(group)):
+                if not self.ranks.anywhere(bool(group)):
                     break
                 yield group
             else:
@@ -174,24 +173,21 @@ class Trainer:
         counts = torch.zeros(config.ttt_steps, dtype=torch.float64, device=self.device)
         for work in works:
             counts += torch.tensor(work.scored(), dtype=torch.float64, device=self.device)
-        self._sum(counts)
+        self.ranks.sum(counts)
         weights = config.loss.step_weights([int(n) for n in counts])
         tally = Tally.zeros(config.ttt_steps)
-        for batch, work in zip(group, works, strict=True):
-            loss, part = batch_loss(
-                self.drafter, batch, work, self.teacher, weights, config.loss, self.dtype, config.recompute
-            )
-            tally.add(part)
-            if loss.requires_grad:
-                loss.backward()
+        with self.ranks.summed_gradients(self.drafter):
+            for batch, work in zip(group, works, strict=True):
+                loss, part = batch_loss(
+                    self.drafter, batch, work, self.teacher, weights, config.loss, self.dtype, config.recompute
+                )
+                tally.add(part)
+                if loss.requires_grad:
+                    loss.backward()
         sums = torch.cat([tally.flat(), torch.tensor([sum(len(b.input_ids) for b in group)], dtype=torch.float64)])
         sums = sums.to(self.device)
-        self._sum(sums)
+        self.ranks.sum(sums)
         tally.load_flat(sums[:-1].cpu())
-        for weight in self.drafter.parameters():
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            self._sum(weight.grad)
         return tally, int(sums[-1])
 
     def _guard(self, loss: float, norm: float, group: list[Batch]) -> None:
@@ -219,8 +215,9 @@ class Trainer:
         progress = self.progress
         if progress.best is None or figures.acceptance_length > progress.best:
             progress.best = figures.acceptance_length
-            if self.folder and self.first_rank:
-                self.folder.save_best(self._weights(), {"step": progress.step, **asdict(figures)})
+            weights = whole_weights(self.drafter) if self.folder else {}
+            if self.folder and self.ranks.first:
+                self.folder.save_best(weights, {"step": progress.step, **asdict(figures)})
         if self.on_validation:
             self.on_validation(progress.step, figures)
         return figures
@@ -238,11 +235,8 @@ class Trainer:
         return min(1.0, max(by_steps, by_time, by_epochs))
 
     def _leaving(self) -> bool:
-        self._stopped = self._anywhere(bool(self.stop and self.stop()))
-        return self._stopped or self._anywhere(self._course_done() >= 1.0)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: value.detach().cpu().contiguous() for name, value in self.drafter.state_dict().items()}
+        self._stopped = self.ranks.anywhere(bool(self.stop and self.stop()))
+        return self._stopped or self.ranks.anywhere(self._course_done() >= 1.0)
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to continue this training."""
@@ -253,13 +247,13 @@ class Trainer:
         }  # fmt: skip
 
     def _save(self) -> None:
-        if self.folder is None or not self.first_rank or self.progress.step in self.folder.steps()[-1:]:
+        if self.folder is None or self.progress.step in self.folder.steps()[-1:]:
             return
-        training: dict[str, Any] = {"optimiser": self.optimiser.state_dict(), "random": torch.get_rng_state()}
+        training: dict[str, Any] = {"random": torch.get_rng_state(), "ranks": self.ranks.count}
         if isinstance(self._stream, Stateful):
             training["stream"] = self._stream.state_dict()
         progress = {**asdict(self.progress), "training": self._identity()}
-        self.folder.save(self.progress.step, Checkpoint(self._weights(), training, progress))
+        self.folder.save(self.progress.step, self.drafter, self.optimiser, Checkpoint(training, progress))
 
     def _resume(self) -> None:
         found = self.folder.load_newest() if self.folder else None
@@ -274,38 +268,23 @@ class Trainer:
                 "Use another checkpoint folder, or remove this one to start over.",
             )  # fmt: skip
         self.progress = Progress(**said)
-        self.drafter.load_state_dict(found.weights)
-        self.optimiser.load_state_dict(found.training["optimiser"])
+        self.folder.load_state(self.drafter, self.optimiser)
         torch.set_rng_state(found.training["random"])
-        stream = self.batches(self.progress.epoch)
+        stream, ranks_then = self.batches(self.progress.epoch), found.training["ranks"]
         if "stream" in found.training and isinstance(stream, Stateful):
             stream.load_state_dict(found.training["stream"])
+            self.progress.in_epoch = round(self.progress.in_epoch * ranks_then / self.ranks.count)
             self._stream = stream
-        else:
-            rows = iter(stream)
-            for _ in range(self.progress.in_epoch):
-                next(rows, None)
-            self._stream = _Rest(rows)
-
-    def _sum(self, values: Tensor) -> None:
-        if self.ranks > 1:
-            dist.all_reduce(values)
-
-    def _largest(self, value: float) -> float:
-        """The largest over the ranks, so that clocks do not make their learning rates differ."""
-        if self.ranks == 1:
-            return value
-        largest = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest)
-
-    def _anywhere(self, here: bool) -> bool:
-        """True when it is true on some rank, so that all ranks turn together."""
-        if self.ranks == 1:
-            return here
-        flag = torch.tensor([float(here)], device=self.device)
-        dist.all_reduce(flag)
-        return bool(flag > 0)
+            return
+        if ranks_then != self.ranks.count:
+            raise TrainingError(
+                str(self.folder.folder), f"a checkpoint of {ranks_then} ranks", f"{self.ranks.count}, as there are now",
+                "These batches do not know their position (no state_dict): only as many ranks as before can go on.",
+            )  # fmt: skip
+        rows = iter(stream)
+        for _ in range(self.progress.in_epoch):
+            next(rows, None)
+        self._stream = _Rest(rows)
 
 
 class _Rest:
@@ -323,14 +302,14 @@ def evaluate(
     drafter: Eagle3Drafter, batches: Iterable[Batch], teacher: Teacher, steps: int, loss: LossConfig, dtype: torch.dtype
 ) -> Figures:
     """Loss, accuracies and simulated acceptance length of a drafter over packed rows, token-weighted."""
-    tally = Tally.zeros(steps)
-    for batch in batches:
-        work = plan_work(batch, teacher, steps, loss)
-        tally.add(batch_loss(drafter, batch, work, teacher, [1.0] * steps, loss, dtype)[1])
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        sums = tally.flat().to(drafter.d2t.device)
-        dist.all_reduce(sums)
-        tally.load_flat(sums.cpu())
+    tally, ranks = Tally.zeros(steps), Ranks(drafter.d2t.device)
+    with ranks.gathered(drafter):
+        for batch in batches:
+            work = plan_work(batch, teacher, steps, loss)
+            tally.add(batch_loss(drafter, batch, work, teacher, [1.0] * steps, loss, dtype)[1])
+    sums = tally.flat().to(drafter.d2t.device)
+    ranks.sum(sums)
+    tally.load_flat(sums.cpu())
     return tally.figures(loss.decay)
 
 

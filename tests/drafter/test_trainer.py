@@ -59,19 +59,28 @@ def train(
     return {"losses": losses, "weights": drafter.state_dict(), "result": result}
 
 
-class Positioned:
-    """A stream that remembers where it is, as `hidden_states.stream` does."""
+def saved_at(folder: Path) -> tuple[Eagle3Drafter, torch.optim.Optimizer]:
+    """Drafter and optimiser of the newest checkpoint."""
+    drafter = world(seed=1)[0]
+    optimiser = torch.optim.AdamW(drafter.parameters())
+    CheckpointFolder(folder).load_state(drafter, optimiser)
+    return drafter, optimiser
 
-    def __init__(self, rows: list[Packed]) -> None:
-        self.rows, self.at = rows, 0
+
+class Positioned:
+    """A stream that remembers where it is and shares its rows among ranks, as `hidden_states.stream` does."""
+
+    def __init__(self, rows: list[Packed], rank: int = 0, ranks: int = 1) -> None:
+        self.rows, self.at, self.rank, self.ranks = rows, 0, rank, ranks
 
     def __iter__(self) -> Iterable[Packed]:
-        while self.at < len(self.rows):
-            self.at += 1
-            yield self.rows[self.at - 1]
+        mine = self.rows[self.at + self.rank :: self.ranks]
+        for row in mine:
+            self.at = min(self.at + self.ranks, len(self.rows))
+            yield row
 
     def __len__(self) -> int:
-        return len(self.rows) - self.at
+        return len(self.rows[self.at + self.rank :: self.ranks])
 
     def state_dict(self) -> dict:
         return {"at": self.at}
@@ -150,7 +159,9 @@ def test_a_value_that_is_not_a_number_stops_before_the_update_and_names_the_samp
     assert "step 3" in str(caught.value) and "doc-0" not in str(caught.value)
     newest = CheckpointFolder(tmp_path).load_newest()
     assert newest is not None and newest.progress["step"] == 2
-    assert all(bool(w.isfinite().all()) for w in newest.weights.values())
+    drafter, optimiser = saved_at(tmp_path)
+    assert all(bool(w.isfinite().all()) for w in drafter.parameters())
+    assert all(bool(s["exp_avg_sq"].isfinite().all()) for s in optimiser.state.values())
 
 
 def test_a_jump_of_the_loss_stops_and_names_the_samples() -> None:
@@ -179,19 +190,23 @@ def test_only_the_newest_checkpoints_are_kept_and_a_torn_one_is_never_seen(tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000012"]
 
 
-def test_a_damaged_checkpoint_says_which_folder_to_remove(tmp_path) -> None:
+@pytest.mark.parametrize("file", ["training.pt", "progress.json", "state/.metadata", "state/__0_0.distcp"])
+def test_a_damaged_checkpoint_says_which_folder_to_remove(tmp_path, file) -> None:
     train(replace(COURSE, max_steps=2), tmp_path)
-    (tmp_path / "step-00000002" / "training.pt").write_bytes(b"rubbish")
+    (tmp_path / "step-00000002" / file).write_bytes(b"rubbish")
     with pytest.raises(TrainingError, match="step-00000002"):
         train(folder=tmp_path)
 
 
 def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path) -> None:
-    folder = CheckpointFolder(tmp_path)
+    folder, (drafter, _, _) = CheckpointFolder(tmp_path), world()
+    optimiser = torch.optim.AdamW(drafter.parameters())
     for value in (1.0, 2.0):
-        folder.save(5, Checkpoint({"w": torch.tensor([value])}, {}, {}))
-    newest = folder.load_newest()
-    assert newest is not None and newest.weights["w"].item() == 2.0
+        with torch.no_grad():
+            drafter.norm.weight.fill_(value)
+        folder.save(5, drafter, optimiser, Checkpoint({}, {}))
+    assert folder.steps() == [5]
+    assert saved_at(tmp_path)[0].norm.weight.tolist() == [2.0] * 16
 
 
 def test_sigterm_saves_and_returns(tmp_path) -> None:

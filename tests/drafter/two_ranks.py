@@ -1,6 +1,10 @@
-"""Run by a test under torchrun: one rank's share of a training. Writes its losses and the first rank's weights.
+"""Run by a test under torchrun: one rank's share of three trainings. Writes what it saw and the first rank's weights.
 
 torchrun --nproc-per-node 2 -m tests.drafter.two_ranks OUT_FOLDER
+
+whole      six steps from the start
+second     goes on from step 2, saved by one rank
+first      stops after step 3, for one rank to go on
 """
 
 import json
@@ -11,37 +15,44 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from drafter.ranks import whole_weights
 from drafter.trainer import StepMetrics, Trainer
-from tests.drafter.packing import Packed
-from tests.drafter.test_trainer import COURSE, rows_of, world
+from tests.drafter.test_trainer import COURSE, Positioned, rows_of, world
+
+
+def train(folder: Path, stop_after: int | None = None) -> dict:
+    """Five packed rows an epoch, so that one rank runs out first."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drafter, target, documents = world()
+    losses: dict[int, float] = {}
+    norms: list[float] = []
+
+    def batches(epoch: int) -> Positioned:
+        return Positioned(rows_of(documents), rank, ranks)
+
+    def note(metrics: StepMetrics) -> None:
+        losses[metrics.step] = metrics.loss
+        norms.append(metrics.grad_norm)
+
+    result = Trainer(
+        replace(COURSE, max_steps=6, validate_every=3), drafter, target, batches, folder,
+        validation=lambda: batches(0), on_step=note, stop=lambda: stop_after in losses,
+    ).run()  # fmt: skip
+    held = sum(w.to_local().numel() for w in drafter.parameters())  # type: ignore[attr-defined]
+    weights = whole_weights(drafter)
+    if rank == 0:
+        torch.save(weights, folder.with_suffix(".pt"))
+    validation = result.validation.flat() if result.validation else None
+    return {"losses": losses, "norms": norms, "validation": validation, "tokens": result.tokens, "held": held}
 
 
 def main() -> None:
-    """Trains on every second packed row; five rows, so that one rank runs out first."""
+    """The three trainings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    drafter, target, documents = world()
-    losses: list[float] = []
-    norms: list[float] = []
-
-    def batches(epoch: int) -> list[Packed]:
-        return rows_of(documents)[rank::ranks]
-
-    def note(metrics: StepMetrics) -> None:
-        losses.append(metrics.loss)
-        norms.append(metrics.grad_norm)
-
     out = Path(sys.argv[1])
-    course = replace(COURSE, max_steps=6, validate_every=3)
-    result = Trainer(
-        course, drafter, target, batches, out / "checkpoints", validation=lambda: batches(0), on_step=note
-    ).run()  # fmt: skip
-    assert result.validation is not None
-    (out / f"rank-{rank}.json").write_text(
-        json.dumps({"losses": losses, "norms": norms, "validation": result.validation.flat(), "tokens": result.tokens})
-    )
-    torch.save(drafter.state_dict(), out / f"rank-{rank}.pt")
+    said = {"whole": train(out / "whole"), "second": train(out / "second"), "first": train(out / "first", 3)}
+    (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
