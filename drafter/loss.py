@@ -54,10 +54,28 @@ class HeadOutput:
     hit: Tensor
 
 
+@dataclass(frozen=True)
+class TeacherLogits:
+    """What T tokens teach, known by its k largest logits only: `logits` [T, k] at `ids` [T, k] of the draft vocabulary,
+    D for an id that is not in it. All other tokens have no chance."""
+
+    ids: Tensor
+    logits: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def dense(self, first: int, last: int, width: int) -> Tensor:
+        """[last - first, D] of teachers first..last-1; the others' logits are low, not infinite: 0 x log 0 is no number."""
+        logits = self.logits[first:last]
+        out = logits.new_full((last - first, width + 1), -1e4)
+        return out.scatter_(1, self.ids[first:last], logits)[:, :width]
+
+
 def head_loss(
     rows: Sequence[Tensor],
     head: Tensor,
-    teacher_states: Tensor,
+    teacher_states: Tensor | TeacherLogits,
     teacher_head: Tensor,
     weights: Sequence[float],
     teacher_of: Sequence[Tensor],
@@ -69,7 +87,7 @@ def head_loss(
     Args:
         rows: per step, normed draft states [R_j, H].
         head: [D, H], the draft head.
-        teacher_states: [T, H], final states of the distinct tokens that teach, ascending.
+        teacher_states: [T, H], final states of the distinct tokens that teach, ascending; or their largest logits.
         teacher_head: [D, H], the target head's rows of the draft vocabulary.
         weights: per step, the weight of one row's loss.
         teacher_of: per step, which of the T teaches a row [R_j]; ascending.
@@ -86,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         head: Tensor,
-        teacher_states: Tensor,
+        teacher_states: Tensor | TeacherLogits,
         teacher_head: Tensor,
         weights: tuple[float, ...],
         teacher_of: tuple[Tensor, ...],
@@ -104,7 +122,10 @@ class _HeadLoss(torch.autograd.Function):
         teachers = max(1, chunk_rows // len(sizes))
         for first in range(0, len(teacher_states), teachers):
             last = min(first + teachers, len(teacher_states))
-            teacher = (teacher_states[first:last] @ teacher_head.T).to(wide)
+            if isinstance(teacher_states, TeacherLogits):
+                teacher = teacher_states.dense(first, last, len(teacher_head)).to(wide)
+            else:
+                teacher = (teacher_states[first:last] @ teacher_head.T).to(wide)
             best = teacher.argmax(-1)
             p = torch.log_softmax(teacher, -1)
             del teacher

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance import Tally, tally_batch
-from drafter.loss import LossConfig, head_loss
+from drafter.loss import LossConfig, TeacherLogits, head_loss
 from drafter.model import Batch, Eagle3Drafter, TargetWeights
 from drafter.slots import SlotPlan, counted_slots, plan_slots, seen_token
+from hidden_states.top_k import TopLogits
 
 _ARGMAX_ROWS = 128  # rows of full-vocabulary logits at once
 
@@ -26,6 +27,8 @@ class Teacher:
         self.draft_head = target.head[draft_ids.to(target.head.device)].contiguous()  # [D, H]
         self.holds = torch.zeros(len(target.head), dtype=torch.bool, device=target.head.device)  # [V]
         self.holds[draft_ids] = True
+        self.draft_of = torch.full((len(target.head),), len(draft_ids), device=target.head.device)  # [V], D = none
+        self.draft_of[draft_ids] = torch.arange(len(draft_ids), device=target.head.device)
         self._room = cache_tokens
         self._known: dict[str, Tensor] = {}
 
@@ -46,7 +49,8 @@ class Teacher:
         if not len(where):
             return out
         for part in where.split(_ARGMAX_ROWS):
-            best = (batch.final[part].to(self.head.dtype) @ self.head.T).argmax(-1)
+            top = top_of(batch)
+            best = (batch.final[part].to(self.head.dtype) @ self.head.T).argmax(-1) if top is None else top.ids[part, 0]
             out[part] = self.holds[best]
         begin = 0
         for sample, length in zip(batch.sample_ids, lengths, strict=True):
@@ -55,6 +59,19 @@ class Teacher:
                 self._room -= length
             begin += length
         return out
+
+
+    def teaching(self, batch: Batch, tokens: Tensor, dtype: torch.dtype) -> Tensor | TeacherLogits:
+        """What these tokens [T] teach: their final states, or the largest logits where the dataset keeps those."""
+        top = top_of(batch)
+        if top is None:
+            return batch.final[tokens].to(dtype)
+        return TeacherLogits(self.draft_of[top.ids[tokens].long()], top.logits[tokens].float())
+
+
+def top_of(batch: Batch) -> TopLogits | None:
+    """A row's largest teacher logits, where it has them in place of final states; most rows do not know the word."""
+    return getattr(batch, "top", None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,7 @@ def batch_loss(
     teaching, teacher_of = torch.cat(taught_by).unique(sorted=True, return_inverse=True)
     sizes = [len(r) for r in rows]
     out = head_loss(
-        rows, drafter.lm_head.weight.to(dtype), batch.final[teaching].to(dtype), teacher.draft_head.to(dtype),
+        rows, drafter.lm_head.weight.to(dtype), teacher.teaching(batch, teaching, dtype), teacher.draft_head.to(dtype),
         step_weights[: plan.steps], teacher_of.split(sizes), loss.kind, loss.chunk_rows,
     )  # fmt: skip
     per_step = list(zip(out.per_row.split(sizes), out.entropy.split(sizes), out.hit.split(sizes), strict=True))

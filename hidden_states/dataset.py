@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from eyas_capture import contract
 from hidden_states.dataset_writer import MANIFEST, DatasetWriter, check_name
-from hidden_states.decoding import Decoder
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
 from hidden_states.manifest import Blob, Manifest, ShardRecord, Sidecar, read_table
@@ -135,16 +134,13 @@ class Dataset:
         names = ("id", "digest", "source", "row", "tokens", "loss_tokens", "final_row", "final_rows")
         return row["shard"], SampleEntry(**{name: row[name] for name in names if name in row}, checksums=checksums)
 
-    def read(self, sample_id: str, decoder: Decoder | None = None) -> SampleRows:
+    def read(self, sample_id: str) -> SampleRows:
         """One sample's rows, fetched by range and verified against the digests from their capture.
-
-        Args:
-            decoder: for datasets that keep top-k logits in place of the final state.
 
         Raises:
             DatasetError: no such sample, or its rows are damaged.
         """
-        return self.read_stored(sample_id).decoded(decoder)
+        return self.read_stored(sample_id).decoded()
 
     def read_tokens(self, sample_id: str) -> tuple[list[int], list[int]]:
         """One sample's token ids and loss mask, without its states.

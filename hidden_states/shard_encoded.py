@@ -20,7 +20,7 @@ from hidden_states.errors import DatasetError
 from hidden_states.samples import Sample
 from hidden_states.shard_layout import SampleEntry, ShardInfo, ShardLayout
 from hidden_states.store import digest_file
-from hidden_states.top_k import TopK
+from hidden_states.top_k import top_logits
 
 _NO_CHECKSUM = "sha256:" + "0" * 64  # keeps the header's length
 
@@ -58,7 +58,7 @@ def write_encoded(
         lengths = torch.tensor([0, *(len(sample.input_ids) for sample in samples)], dtype=torch.int64)
         _write(file, layout.spans()["offsets"][0], lengths.cumsum(0))
         for number, (sample, entry) in enumerate(zip(samples, draft.samples, strict=True)):
-            writer = _SampleWriter(file, layout, entry, TopK(head_VH) if head_VH is not None else None)
+            writer = _SampleWriter(file, layout, entry, head_VH)
             entries[number] = replace(entry, checksums=writer.write(sample, dumps[sample.id], draft.batch_id))
         draft = replace(draft, layout=layout, samples=tuple(entries))
         file.seek(0)
@@ -69,8 +69,8 @@ def write_encoded(
 class _SampleWriter:
     """Writes one sample's rows to their places and sums up what it writes."""
 
-    def __init__(self, file: BinaryIO, layout: ShardLayout, entry: SampleEntry, top_k: TopK | None) -> None:
-        self._file, self._layout, self._top_k = file, layout, top_k
+    def __init__(self, file: BinaryIO, layout: ShardLayout, entry: SampleEntry, head_VH: Tensor | None) -> None:
+        self._file, self._layout, self._head_VH = file, layout, head_VH
         self._at = {name: start for name, (start, _) in layout.sample_spans(*entry.span).items()}
         self._sums = {name: hashlib.sha256() for name in layout.tensors()}
 
@@ -98,10 +98,10 @@ class _SampleWriter:
             self._put(name, codes)
             self._put(f"{name}_scale", scale)
         elif kind == TOP_K:
-            assert self._top_k is not None
-            ids, logits = self._top_k.encode(rows, self._layout.encoding.top_k)
-            self._put("final_ids", ids)
-            self._put("final_logits", logits)
+            assert self._head_VH is not None
+            top = top_logits(rows, self._head_VH, self._layout.encoding.top_k)
+            self._put("final_ids", top.ids)
+            self._put("final_logits", top.logits)
         else:
             self._put(name, rows.to(torch.bfloat16) if kind == BFLOAT16 else rows)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from eyas_capture import contract
 from hidden_states.captured_rows import raw_bytes
-from hidden_states.decoding import Decoder
-from hidden_states.encoding import CAPTURED, FLOAT8, INT8, TOP_K, Encoding, dequantise, taught_rows
+from hidden_states.encoding import FLOAT8, INT8, TOP_K, Encoding, dequantise, taught_rows
 from hidden_states.errors import DatasetError
 from hidden_states.samples import sample_digest
 from hidden_states.shard_layout import (
@@ -26,19 +25,22 @@ from hidden_states.shard_layout import (
     ShardLayout,
 )
 from hidden_states.store import FileDigest
+from hidden_states.top_k import TopLogits
 
 
 @dataclass(frozen=True)
 class SampleRows:
     """One sample's rows: `input_ids` [S] int64, `loss_mask` [S] uint8, `aux` [S,A,H], `final` [S,H].
 
-    Rows of the final state that were not kept are NaN: whoever uses one of them sees it at once.
+    Rows of the final state that were not kept are NaN: whoever uses one of them sees it at once. Where top-k logits are
+    kept in its place, `final` is [S,0] and they are in `top`.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     aux: Tensor
     final: Tensor
+    top: TopLogits | None = None
 
 
 @dataclass(frozen=True)
@@ -60,31 +62,30 @@ class StoredRows:
                 return f"{name} differs from its checksum at capture"
         return None
 
-    def decoded(self, decoder: Decoder | None = None) -> SampleRows:
-        """The rows in the dtype they were captured in: views where nothing has to be undone.
+    def decoded(self) -> SampleRows:
+        """The rows in the dtype they were captured in: views where nothing has to be undone."""
+        ids, mask = self.tensors[contract.INPUT_IDS], self.tensors["loss_mask"]
+        encoding, layout = self.layout.encoding, self.layout
+        aux = self._states("aux", encoding.aux)
+        kept = None if layout.taught is None else taught_rows(mask)
+        if encoding.final == TOP_K:
+            top = TopLogits(self.tensors["final_ids"], self.tensors["final_logits"])
+            if kept is not None:
+                every = TopLogits.nothing(len(mask), encoding.top_k)
+                every.ids[kept], every.logits[kept] = top.ids, top.logits
+                top = every
+            return SampleRows(ids, mask, aux, torch.empty(len(mask), 0, dtype=layout.torch_dtype), top)
+        final = self._states("final", encoding.final)
+        if kept is not None:
+            every_row = torch.full((len(mask), layout.hidden_size), torch.nan, dtype=final.dtype)
+            every_row[kept] = final
+            final = every_row
+        return SampleRows(ids, mask, aux, final)
 
-        Raises:
-            DatasetError: top-k logits, and no decoder with the target's head.
-        """
-        aux = self._states("aux", self.layout.encoding.aux, decoder)
-        final = self._states("final", self.layout.encoding.final, decoder)
-        mask = self.tensors["loss_mask"]
-        if self.layout.taught is not None:
-            kept, final = final, torch.full((len(mask), self.layout.hidden_size), torch.nan, dtype=final.dtype)
-            final[taught_rows(mask)] = kept
-        return SampleRows(self.tensors[contract.INPUT_IDS], mask, aux, final)
-
-    def _states(self, name: str, kind: str, decoder: Decoder | None) -> Tensor:
+    def _states(self, name: str, kind: str) -> Tensor:
         dtype = self.layout.torch_dtype
-        if kind == CAPTURED:
-            return self.tensors[name]
         if kind in (FLOAT8, INT8):
             return dequantise(self.tensors[name], self.tensors[f"{name}_scale"], dtype)
-        if kind == TOP_K:
-            if decoder is None:
-                raise DatasetError("final state", f"kept as top-{self.layout.encoding.top_k} logits",
-                                   "a reader with the target's head", "Give it one: Decoder.load(target).")  # fmt: skip
-            return decoder.from_top_k(self.tensors["final_ids"], self.tensors["final_logits"]).to(dtype)
         return self.tensors[name].to(dtype)
 
 

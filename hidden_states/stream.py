@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hidden_states.dataset import Dataset
-from hidden_states.decoding import Decoder
-from hidden_states.errors import RecipeError, TrainingError
+from hidden_states.encoding import TOP_K
+from hidden_states.errors import DatasetError, RecipeError, TrainingError
+from hidden_states.final_norm import FinalNorm
 from hidden_states.manifest import TRAIN
 from hidden_states.order import batches_of, epoch_batches
 from hidden_states.shard_cache import Need, ShardCache, peak_bytes
+from hidden_states.top_k import TopLogits
 
 CACHE_BYTES = 32 << 30
 WINDOW_SHARDS = 4
@@ -29,7 +31,8 @@ class PackedBatch:
         input_ids: [N] int64.
         loss_mask: [N] uint8, 1 = a token to learn. Unshifted, like everything here.
         aux: [N,A,H] block outputs, in the target's dtype.
-        final: [N,H] final state, in the target's dtype.
+        final: [N,H] final state, in the target's dtype. Rows that were not kept are NaN.
+        top: in place of `final`, which is [N,0] then, where the dataset keeps top-k logits.
         doc_ids: [N] int64, which of the batch's samples a row belongs to, from 0.
         positions: [N] int64, position within the sample.
         sample_ids: of the samples, in order.
@@ -46,10 +49,15 @@ class PackedBatch:
     sample_ids: list[str]
     index: int
     resume_at: int
+    top: TopLogits | None = None
 
     def pin_memory(self) -> "PackedBatch":
         """For DataLoader(pin_memory=True)."""
-        pinned = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        pinned: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        if self.top is not None:
+            pinned["top"] = TopLogits(self.top.ids.pin_memory(), self.top.logits.pin_memory())
         return PackedBatch(**(vars(self) | pinned))
 
 
@@ -64,7 +72,8 @@ class SampleStream(IterableDataset[PackedBatch]):
         batch_tokens: most tokens a batch; at least the longest sample's.
         cache_dir: local folder for fetched shards; not needed for a `file://` store. Ranks and workers may share it.
         cache_bytes: most bytes there, of each rank and worker.
-        decoder: what of the target undoes what the dataset keeps in place of the final state.
+        norm: the target's final norm, for a dataset that keeps the final state before it.
+        top_logits: the caller knows batches with top-k logits in place of the final state.
         window_shards: shards whose samples are mixed with each other.
 
     Raises:
@@ -88,13 +97,14 @@ class SampleStream(IterableDataset[PackedBatch]):
         cache_dir: Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         window_shards: int = WINDOW_SHARDS,
-        decoder: Decoder | None = None,
+        norm: FinalNorm | None = None,
+        top_logits: bool = False,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         self.dataset, self.split = dataset, split
-        self.decoder = decoder or Decoder()
-        self.decoder.require(dataset.manifest, dataset.uri)
+        self.norm = norm
+        _require_readable(dataset, norm, top_logits)
         self.seed, self.epoch, self.rank, self.world = seed, epoch, rank, world
         self.batch_tokens, self.window_shards = batch_tokens, window_shards
         self.cache_dir, self.cache_bytes = cache_dir, cache_bytes
@@ -199,19 +209,22 @@ class SampleStream(IterableDataset[PackedBatch]):
         starts = lengths.cumsum(0) - lengths
         total = int(lengths.sum())
         manifest = self.dataset.manifest
-        dtype = manifest.layout(0).torch_dtype
+        dtype, k = manifest.layout(0).torch_dtype, manifest.encoding.top_k
         batch = {
             "input_ids": torch.empty(total, dtype=torch.int64),
             "loss_mask": torch.empty(total, dtype=torch.uint8),
             "aux": torch.empty(total, len(manifest.after_block), manifest.hidden_size, dtype=dtype),
-            "final": torch.empty(total, manifest.hidden_size, dtype=dtype),
+            "final": torch.empty(total, 0 if k else manifest.hidden_size, dtype=dtype),
         }
+        top = TopLogits.nothing(total, k) if k else None
         for number, ((shard, _, tokens), start) in enumerate(zip(places, starts.tolist(), strict=True)):
-            sample = cache.shard(shard).rows(*self.dataset.span(rows[number])).decoded(self.decoder)
+            sample = cache.shard(shard).rows(*self.dataset.span(rows[number])).decoded()
             for name, target in batch.items():
                 target[start : start + tokens] = getattr(sample, name)
-        if manifest.final_norm == "pre":
-            batch["final"] = self.decoder.normed(batch["final"])
+            if top is not None and sample.top is not None:
+                top.ids[start : start + tokens], top.logits[start : start + tokens] = sample.top.ids, sample.top.logits
+        if manifest.final_norm == "pre" and self.norm is not None and top is None:
+            batch["final"] = self.norm.behind(batch["final"])
         doc_ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         return PackedBatch(
             **batch,
@@ -220,4 +233,24 @@ class SampleStream(IterableDataset[PackedBatch]):
             sample_ids=[self.dataset.sample_ids[row] for row in rows],
             index=index,
             resume_at=resume_at,
+            top=top,
+        )
+
+
+def _require_readable(dataset: Dataset, norm: FinalNorm | None, top_logits: bool) -> None:
+    """Refuses a dataset that keeps what the caller does not know how to use."""
+    manifest = dataset.manifest
+    if manifest.encoding.final == TOP_K and not top_logits:
+        raise DatasetError(
+            dataset.uri,
+            f"its final state is kept as top-{manifest.encoding.top_k} logits",
+            "a trainer that knows them",
+            "Pass top_logits=True when it does; else write the dataset with another dataset.final.",
+        )
+    if manifest.final_norm not in ("post", "pre") or (manifest.final_norm == "pre" and norm is None):
+        raise DatasetError(
+            dataset.uri,
+            f"its final state is kept {manifest.final_norm}-norm",
+            "post-norm, or the target's final norm to apply",
+            "Pass norm=FinalNorm.load(target).",
         )

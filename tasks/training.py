@@ -21,8 +21,8 @@ from drafter.loss import LossConfig
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.schedule import Schedule
 from drafter.trainer import StepMetrics, TrainConfig, Trainer
-from hidden_states.decoding import Decoder
 from hidden_states.errors import TrainingError
+from hidden_states.final_norm import FinalNorm
 from hidden_states.manifest import HELD_OUT, TRAIN
 from hidden_states.stream import SampleStream
 from tasks.job import Job, need
@@ -82,7 +82,7 @@ def train_drafter(job: Job) -> None:
     identity = json.dumps([dataset.digest, recipe.train.model_dump(mode="json")], sort_keys=True)
     checkpoints = job.state / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = job.state / "cache"
-    decoder = Decoder.load(recipe.target.model_path, dataset.manifest)
+    norm = FinalNorm.load(recipe.target.model_path) if dataset.manifest.final_norm == "pre" else None
 
     def stream(split: str) -> Callable[[int], SampleStream]:
         return lambda epoch: SampleStream(
@@ -92,7 +92,8 @@ def train_drafter(job: Job) -> None:
             epoch=epoch,
             batch_tokens=recipe.train.batch_tokens,
             cache_dir=cache,
-            decoder=decoder,
+            norm=norm,
+            top_logits=True,
         )
 
     tracker = need(job.tracker, "MLflow run").child("training", {"stage": "training"})
