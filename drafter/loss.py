@@ -66,7 +66,7 @@ class TeacherLogits:
         return len(self.ids)
 
     def dense(self, first: int, last: int, width: int) -> Tensor:
-        """[last - first, D] of teachers first..last-1. The others' logits are low, not infinite: 0 x log 0 is no number."""
+        """[last - first, D] of teachers first..last-1. Other logits are low, not infinite: 0 x log 0 is NaN."""
         logits = self.logits[first:last]
         out = logits.new_full((last - first, width + 1), -1e4)
         return out.scatter_(1, self.ids[first:last], logits)[:, :width]
