@@ -60,7 +60,6 @@ class Teacher:
             begin += length
         return out
 
-
     def teaching(self, batch: Batch, tokens: Tensor, dtype: torch.dtype) -> Tensor | TeacherLogits:
         """What these tokens [T] teach: their final states, or the largest logits where the dataset keeps those."""
         top = top_of(batch)
