@@ -79,6 +79,20 @@ def down(args: argparse.Namespace) -> int:
     return 0
 
 
+def datasets(args: argparse.Namespace) -> int:
+    """`eyas datasets`: keeping house in a store."""
+    from flows import datasets as house
+
+    if args.action == "rm":
+        answer = house.remove(args.place, args.recipe, yes=args.yes, force=args.force)
+    elif args.action == "verify":
+        answer = house.verify(args.place, args.recipe, full=not args.sample)
+    else:
+        answer = (house.list_all if args.action == "list" else house.show)(args.place, args.recipe)
+    _answer(args, answer, house.PRINT.get(args.action, house.print_facts))
+    return 0 if answer.get("ok", True) else 1
+
+
 def _answer(args: argparse.Namespace, answer: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     if args.json:
         print(json.dumps(answer, indent=1, sort_keys=True))
@@ -110,6 +124,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("thing", metavar="PATH|URI", help="a local path, or s3://bucket/prefix/dataset")
     made.add_argument("--recipe", help="recipe whose store or tokenizer is used")
     made.add_argument("--sample", action="store_true", help="verify a sample of the checksums, not all")
+    made = command("datasets", datasets, "list, show, verify or remove datasets in a store")
+    made.add_argument("action", choices=["list", "show", "verify", "rm"])
+    made.add_argument(
+        "place", nargs="?", default="", metavar="NAME|URI", help="a dataset: its URI, or its name in the recipe's store"
+    )
+    made.add_argument("--recipe", help="recipe whose store is used")
+    made.add_argument("--sample", action="store_true", help="verify: a sample of the checksums, not all")
+    made.add_argument("--yes", action="store_true", help="rm: do not ask")
+    made.add_argument("--force", action="store_true", help="rm: even what a registered drafter was trained on")
     command("up", up, "start the local Prefect server, MLflow and object store")
     command("down", down, "end them")
     return top

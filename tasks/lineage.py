@@ -1,0 +1,30 @@
+"""Which registered drafters were trained on a dataset: asked before anything of it is removed."""
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from hidden_states.errors import DatasetError
+
+
+def drafters_of(manifest_digest: str, tracking_uri: str) -> list[str]:
+    """`model/version` of every registered drafter whose lineage names this manifest.
+
+    Raises:
+        DatasetError: MLflow does not answer, so nobody can say.
+    """
+    client = MlflowClient(tracking_uri=tracking_uri)
+    found, token = [], None
+    try:
+        while True:
+            page = client.search_model_versions(max_results=200, page_token=token)
+            found += [f"{v.name}/{v.version}" for v in page if v.tags.get("manifest.sha256") == manifest_digest]
+            token = page.token
+            if not token:
+                return sorted(found)
+    except MlflowException as error:
+        raise DatasetError(
+            f"MLflow at {tracking_uri}",
+            f"does not say which drafters were trained on this dataset ({error.error_code})",
+            "an answer",
+            "Start it (`eyas up`, or MLFLOW_TRACKING_URI), or use --force.",
+        ) from error

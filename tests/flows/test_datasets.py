@@ -1,0 +1,91 @@
+"""`eyas datasets`: lists, shows, verifies, and removes only what was confirmed and nothing rests on."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from flows import datasets
+from flows.cli import main
+from hidden_states.store import Store, open_store
+from tests.hidden_states.stored import Made, make_dataset
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def made(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """A committed dataset `data` and an unfinished one, `half`; an MLflow of its own."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("flows.cli.settle", lambda: None)  # this process' environment stays as it is
+    monkeypatch.setattr("flows.cli.signal.signal", lambda *_: None)
+    store.put_bytes("half/shards/x-0000000000000000.json", b"{}")
+    return make_dataset(store, tmp_path, [5, 6, 9], shard_tokens=10)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, object], str]:
+    """Exit code, the JSON answer and what was said to the user."""
+    code = main(["datasets", *args, "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out) if said.out else {}, said.err
+
+
+def test_datasets_are_listed_shown_and_verified(made: Made, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer, _ = asked(capsys, "list", store.uri)
+    rows = {row["name"]: row for row in answer["datasets"]}  # type: ignore[attr-defined]
+    assert code == 0 and set(rows) == {"data", "half"}
+    assert rows["data"]["committed"] and rows["data"]["samples"] == 3 and not rows["half"]["committed"]
+    code, answer, _ = asked(capsys, "show", f"{store.uri}/data")
+    assert code == 0 and answer["manifest"] == made.dataset.digest and answer["kept"] == "aux captured, final captured"
+    for flags in ([], ["--sample"]):
+        code, answer, _ = asked(capsys, "verify", f"{store.uri}/data", *flags)
+        assert code == 0 and answer["ok"] and answer["bytes_read"]
+    key = made.dataset.key(made.dataset.manifest.shards[0])
+    store.put_bytes(key, store.get_bytes(key)[:-1])
+    code, answer, _ = asked(capsys, "verify", f"{store.uri}/data")
+    assert code == 1 and key in str(answer["problems"])
+    code, _, said = asked(capsys, "show", f"{store.uri}/half")
+    assert code == 7 and "no manifest, 1 batches there" in said
+    assert main(["datasets", "list", store.uri]) == main(["datasets", "show", f"{store.uri}/data"]) == 0
+    shown = capsys.readouterr().out
+    assert "not committed, 1 objects" in shown and made.dataset.digest in shown
+
+
+def test_nothing_is_removed_unasked_or_under_a_registered_drafter(
+    made: Made, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [info.key for info in store.list()]
+    monkeypatch.setattr("builtins.input", lambda _: "something else")
+    code, _, said = asked(capsys, "rm", f"{store.uri}/data")
+    assert code == 7 and "nobody can be asked here" in said
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["datasets", "rm", f"{store.uri}/data"]) == 7
+    assert "not confirmed" in capsys.readouterr().err
+    client = MlflowClient(tracking_uri=None)
+    client.create_registered_model("eagle3-x")
+    for number, digest in enumerate(["0" * 64, made.dataset.digest]):
+        client.create_model_version("eagle3-x", f"file:///nowhere/{number}", tags={"manifest.sha256": digest})
+    code, _, said = asked(capsys, "rm", f"{store.uri}/data", "--yes")
+    assert code == 7 and "eagle3-x/2 in MLflow was trained on it" in said and "--force" in said
+    assert [info.key for info in store.list()] == before
+    monkeypatch.setattr("builtins.input", lambda _: "half")
+    assert main(["datasets", "rm", f"{store.uri}/half"]) == 0  # never committed: nothing can rest on it
+    capsys.readouterr()
+    code, answer, _ = asked(capsys, "rm", f"{store.uri}/data", "--yes", "--force")
+    assert code == 0 and answer["removed_objects"] == len(before) - 1 and list(store.list()) == []
+
+
+def test_a_dataset_is_kept_when_nobody_can_say_what_rests_on_it(
+    made: Made, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    code, _, said = asked(capsys, "rm", f"{store.uri}/data", "--yes")
+    assert code == 7 and "does not say which drafters" in said and "--force" in said
+    assert made.dataset.verify().problems == []
+    assert datasets.list_all(store.uri, None)["datasets"]
