@@ -113,7 +113,9 @@ class Regenerate(Section):
 class Extract(Section):
     batch_tokens: Positive = Field(65536, description="tokens of a batch = a shard = an upload = a retry")
     in_flight: Positive = Field(
-        2, description="batches a server has in work: one is captured while the others are proved, packed and uploaded"
+        1,
+        description="batches a server has in work: with 2, the next is captured while one is proved and uploaded, and "
+        "a kill costs up to 2",
     )
     dump_timeout_s: Positive = Field(120, description="seconds a dump may arrive after its answer")
     teacher_samples: Positive = Field(4, description="samples of every batch that go through the teacher check")

@@ -47,6 +47,12 @@ class CapturePool:
             Ending: the run is over.
         """
         session = self._next()
+        while not session.owned and len(self._failed_at.keys() - {session}) < len(self.sessions) - 1:
+            if session.alive:
+                break
+            self._failed_at[session] = time.monotonic()  # others go on; nobody waits for it
+            self._give_back(session)
+            session = self._next()
         try:
             session.revive()
             self._failed_at.pop(session, None)
@@ -55,9 +61,7 @@ class CapturePool:
             self._failed_at[session] = time.monotonic()
             raise
         finally:
-            with self._turn:
-                self._free.append(session)
-                self._turn.notify()
+            self._give_back(session)
 
     def each(self, act: Callable[[CaptureSession], T]) -> list[T]:
         """Do something with every session at once; the first error is raised when all are through."""
@@ -82,6 +86,11 @@ class CapturePool:
     def starts(self) -> int:
         """How often a server was started."""
         return sum(session.starts for session in self.sessions)
+
+    def _give_back(self, session: CaptureSession) -> None:
+        with self._turn:
+            self._free.append(session)
+            self._turn.notify()
 
     def _next(self) -> CaptureSession:
         with self._turn:

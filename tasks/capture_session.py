@@ -1,6 +1,7 @@
 """One capture server of a run: started, watched, started again when it died, always stopped."""
 
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,10 @@ from infra.server import CPU_ENV, CPU_FLAGS, ServerSpec, SGLangServer, attach
 from tasks.job import Job, need
 
 WRITER_DEADLINE_S = 30.0
+SAME_HOST = (
+    "Correct `dump_dir`, or mount the server's folder here, or run `eyas extract` with this recipe on the server's own "
+    "host: it stores to the same bucket, and `eyas run` goes on from there."
+)
 
 
 def server_spec(recipe: Recipe, server: Server, log_path: Path, pid_file: Path) -> ServerSpec:
@@ -74,6 +79,7 @@ class CaptureSession:
             self.starts += 1
             log_name = f"sglang-capture{self._suffix}{'' if self.starts == 1 else f'.{self.starts}'}.log"
             pid_file = self.job.state / f"sglang{self._suffix}.pid"
+            self.job.note("server started", server=self.number, log=log_name)
             spec = server_spec(recipe, settings, self.job.folder / log_name, pid_file)
             spec.env |= {
                 contract.ENV_DUMP_DIR: str(self.dumps.path),
@@ -94,6 +100,24 @@ class CaptureSession:
             vocab_size=need(self.job.plan, "plan").shape.vocab_size,
         )
         self.writers()
+        if not self.owned:
+            self._see_own_dump()
+
+    def _see_own_dump(self) -> None:
+        """Somebody else's server: does what it captures arrive in the folder that is seen from here?
+
+        Raises:
+            ServerError: it does not.
+        """
+        rid = f"{contract.OPT_IN_PREFIX}{secrets.token_hex(4)}-probe"
+        need(self.client, "client").generate([0], rid=rid, extra_key=rid, max_new_tokens=1)
+        if self.dumps.wait_for([rid], WRITER_DEADLINE_S):
+            raise ServerError(
+                f"capture folder {self.dumps.path}",
+                f"{self.settings.url} answered a request, but its dump does not show here",
+                "the folder that server writes its dumps to",
+                f"{SAME_HOST} The server knows its folder as {contract.ENV_DUMP_DIR}.",
+            )
 
     def writers(self) -> list[Writer]:
         """The capture plugin's live writers.
@@ -118,7 +142,7 @@ class CaptureSession:
                     "no writer of this server is there",
                     "one folder with a writer.json per replica",
                     "Is server_patch/ installed in the server's environment, and is this the folder the server knows "
-                    f"as {contract.ENV_DUMP_DIR}? A server on another host needs a worker on that host.",
+                    f"as {contract.ENV_DUMP_DIR}? {SAME_HOST}",
                 )
             time.sleep(0.2)
 

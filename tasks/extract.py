@@ -14,7 +14,7 @@ from hidden_states.plan import Batch
 from hidden_states.shard import pack_shard
 from tasks.captured import Captured, capture_batch
 from tasks.dataset import kept, teacher_head
-from tasks.job import Job, need
+from tasks.job import Job, Stopwatch, need
 from tasks.progress import BatchDone, ExtractionProgress
 from tasks.proof import judge_batch
 from tasks.step import step
@@ -52,12 +52,15 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
 def extract_batch(job: Job, batch_id: str) -> BatchDone:
     """Capture, prove and store one batch. Done twice it is the same object; killed half-way it is done again."""
     batch = need(job.batches, "batches")[batch_id]
-    log = get_run_logger()
+    log, watch = get_run_logger(), Stopwatch()
     with need(job.capture, "capture servers").take() as capture:
         capture.clear()
+        job.note("batch begun", batch=batch.id, tokens=batch.tokens, server=capture.number)
         captured = capture_batch(job, capture, batch)
+    watch.lap("capture")
     try:
         agreement = judge_batch(job, batch, captured)
+        watch.lap("prove")
         report = {
             "teacher_positions": agreement.total,
             "teacher_agreed": agreement.agree,
@@ -66,7 +69,8 @@ def extract_batch(job: Job, batch_id: str) -> BatchDone:
             "counter_gaps": captured.gaps,
         }
         need(job.ledger, "ledger").keep_report(batch.id, report)
-        stored = _store(job, batch, captured)
+        stored = _store(job, batch, captured, watch)
+        job.note("batch stored", batch=batch.id, samples=len(captured.dumps), bytes=stored, seconds=watch.laps)
     finally:
         capture.release(captured.refs)
     for sample_id, reason in captured.reasons.items():
@@ -76,7 +80,7 @@ def extract_batch(job: Job, batch_id: str) -> BatchDone:
     return BatchDone(len(captured.dumps), len(captured.reasons), batch.tokens, stored)
 
 
-def _store(job: Job, batch: Batch, captured: Captured) -> int:
+def _store(job: Job, batch: Batch, captured: Captured, watch: Stopwatch) -> int:
     """Pack and upload what was captured; the bytes stored. A batch of which nothing can be used is recorded as such."""
     if not captured.dumps:
         need(job.ledger, "ledger").keep_quarantined(batch.id, captured.reasons)
@@ -85,10 +89,9 @@ def _store(job: Job, batch: Batch, captured: Captured) -> int:
     try:
         encoding = kept(job.recipe)
         head = teacher_head(job.recipe.target.model_path) if encoding.top_k else None
-        info = pack_shard(
-            batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head
-        )
+        info = pack_shard(batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head)
         need(job.writer, "dataset writer").commit_batch(info)
+        watch.lap("upload")
         return info.bytes
     finally:
         shard.unlink(missing_ok=True)

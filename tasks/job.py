@@ -1,6 +1,7 @@
 """One run of a recipe: where its things are, how long each step took, what it has found out so far."""
 
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -75,6 +76,12 @@ class Job:
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - start
 
+    def note(self, event: str, **facts: Any) -> None:
+        """Append a line to the run's `events.jsonl`: what was in work when a run died, and what was done again."""
+        line = json.dumps({"at": round(time.time(), 3), "event": event, **facts})
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(line + "\n")
+
     @property
     def wall(self) -> dict[str, float]:
         """Seconds by step, and `total`, to a tenth."""
@@ -88,6 +95,20 @@ class Job:
 
     def __repr__(self) -> str:  # shown by Prefect as the task's parameter
         return f"Job({self.run_id})"
+
+
+class Stopwatch:
+    """Seconds of each part of a piece of work, in `laps`."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap was `name`'s."""
+        now = time.monotonic()
+        self.laps[name] = round(now - self._last, 4)
+        self._last = now
 
 
 T = TypeVar("T")
