@@ -3,21 +3,25 @@
     python -m benchmarks.capture_overhead [--smollm2 FOLDER] [--rounds N]
 
 Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over alternating rounds
-of prompts that are never sent twice. Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
-writer alone against plain writing and syncing of the same bytes. The last line is one JSON object: `prefill_ratio` and
-`decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside
-`disk_bytes_per_s`.
+of prompts that are never sent twice; by the clock, and by the processor time of the scheduler, which also counts dumps
+that are written after the answer. Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
+writer alone against plain writing and syncing of the same bytes by as many threads, in turn. The last line is one JSON
+object: `prefill_ratio` and `decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`,
+`writer_bytes_per_s` beside `disk_bytes_per_s`.
 """
 
 import argparse
 import json
 import os
+import random
+import shutil
 import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,49 +32,57 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.spans import Assembly
-from eyas_capture.writer import Writer
+from eyas_capture.writer import THREADS, Writer
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
 # An idle server must not take cycles from the one that is measured.
-FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True}
+FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True, "chunked-prefill-size": 2048}
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
-import time
+import threading, time
 import eyas_capture.states as states
-plain = states.write_all
+plain, disk = states.write_all, threading.Lock()
 def throttled(descriptor, view):
-    plain(descriptor, view)
-    time.sleep(len(view) / {THROTTLE})
+    with disk:
+        time.sleep(len(view) / {THROTTLE})
+        plain(descriptor, view)
 states.write_all = throttled
 """
 
 
+@dataclass
 class Load:
-    """Batches of prompts nobody has seen before; each call is one batch and gives tokens a second."""
+    """Batches of prompts nobody has seen before; each call is one message, and takes its seconds.
 
-    def __init__(self, prompts: int, length: int) -> None:
-        self.prompts, self.length, self.sent = prompts, length, 0
+    Prefills of several passes, so that dumps of the first are written while the next are computed, as under a load
+    that goes on.
+    """
 
-    def _batch(self, length: int) -> list[list[int]]:
-        self.sent += self.prompts
-        return [prompt(length, self.sent + n) for n in range(self.prompts)]
+    prefills: int
+    decodes: int
+    tokens: int = 256
+    new_tokens: int = 128
+    sent: int = 0
+
+    def _batch(self, prompts: int, length: int) -> list[list[int]]:
+        self.sent += prompts
+        return [prompt(length, self.sent + n) for n in range(prompts)]
 
     def prefill(self, served: Served) -> float:
-        """Prompt tokens a second."""
-        batch = self._batch(self.length)
-        began = time.perf_counter()
-        served.post({"input_ids": batch, "sampling_params": {"max_new_tokens": 0}})
-        return self.prompts * self.length / (time.perf_counter() - began)
+        """Prompts only."""
+        return self._timed(served, self._batch(self.prefills, self.tokens), 0)
 
     def decode(self, served: Served) -> float:
-        """New tokens a second, of prompts too short to matter."""
-        batch, tokens = self._batch(4), 48
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+        """New tokens, of prompts too short to matter."""
+        return self._timed(served, self._batch(self.decodes, 4), self.new_tokens)
+
+    def _timed(self, served: Served, batch: list[list[int]], new_tokens: int) -> float:
+        sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
         began = time.perf_counter()
         served.post({"input_ids": batch, "sampling_params": sampling})
-        return self.prompts * tokens / (time.perf_counter() - began)
+        return time.perf_counter() - began
 
 
 def settle(served: Served, dumps: int) -> None:
@@ -79,29 +91,38 @@ def settle(served: Served, dumps: int) -> None:
         time.sleep(0.01)
 
 
-def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, float]:
-    """Ratios with capture over without, of one model."""
+def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, Any]:
+    """Ratios with capture over without, of one model, with 95 % intervals from resampled rounds."""
     results: dict[str, list[float]] = {}
     with ExitStack() as stack:
         plain = stack.enter_context(capture_server(model, work / "plain", flags=FLAGS, capture=False))
         capturing = stack.enter_context(capture_server(model, work / "capturing", flags=FLAGS))
-        measured: dict[str, Callable[[Served], float]] = {"prefill": load.prefill, "decode": load.decode}
         dumps = 0
         for number in range(rounds + 1):
-            for name, measure in measured.items():
-                rates, cpu = {}, {}
+            for name, measure, prompts, tokens in (
+                ("prefill", load.prefill, load.prefills, load.tokens),
+                ("decode", load.decode, load.decodes, load.new_tokens),
+            ):
+                wall, cpu = {}, {}
                 for served in (plain, capturing) if number % 2 else (capturing, plain):
                     before = served.scheduler_cpu()
-                    rates[served is capturing] = measure(served)
+                    wall[served is capturing] = measure(served)
                     if served is capturing:
-                        dumps += load.prompts
+                        dumps += prompts
                         settle(served, dumps)
                     cpu[served is capturing] = served.scheduler_cpu() - before
                 if number:  # the first round warms up
-                    results.setdefault(f"{name}_ratio", []).append(rates[True] / rates[False])
+                    results.setdefault(f"{name}_ratio", []).append(wall[False] / wall[True])
                     results.setdefault(f"{name}_cpu_ratio", []).append(cpu[False] / cpu[True])
-                    results.setdefault(f"{name}_tokens_per_s", []).append(rates[False])
-    return {name: round(statistics.median(values), 4) for name, values in results.items()}
+                    results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[False])
+    rng = random.Random(0)
+    found: dict[str, Any] = {}
+    for name, values in results.items():
+        found[name] = round(statistics.median(values), 4)
+        if name.endswith("_ratio"):
+            again = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
+            found[f"{name}_95"] = [round(again[25], 4), round(again[974], 4)]
+    return found
 
 
 def throttled_disk(model: Path, work: Path) -> dict[str, Any]:
@@ -109,7 +130,7 @@ def throttled_disk(model: Path, work: Path) -> dict[str, Any]:
     (work / "site").mkdir(parents=True)
     (work / "site" / "sitecustomize.py").write_text(THROTTLED)
     env = {contract.ENV_QUEUE_BYTES: str(QUEUE_LIMIT), "PYTHONPATH": str(work / "site")}
-    load = Load(16, 256)
+    load = Load(16, 16)
     with capture_server(model, work / "throttled", flags=FLAGS | {"chunked-prefill-size": 512}, env=env) as served:
         (writer,) = served.writers()
         memory = psutil.Process(writer["pid"]).memory_info
@@ -131,25 +152,25 @@ def throttled_disk(model: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def disk(work: Path, dumps: int = 40, rows: int = 2048, hidden: int = 1024) -> dict[str, int]:
-    """The writer alone, and plain writes of as many bytes with as many syncs."""
+def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, rounds: int = 5) -> dict[str, int]:
+    """The writer alone, and plain writes of as many bytes with as many syncs and threads."""
     source = torch.randn(rows, hidden).to(torch.bfloat16)
     names = [*(contract.block_tensor(k) for k in (1, 2, 3)), contract.FINAL]
     nbytes = len(names) * rows * hidden * 2
+    data = memoryview(bytearray(os.urandom(1 << 20)) * (nbytes >> 20))
 
-    def plain() -> float:
-        data = memoryview(bytearray(os.urandom(1 << 20)) * (nbytes >> 20))
-        began = time.perf_counter()
-        for number in range(dumps):
-            with open(work / f"plain-{number}", "wb", buffering=0) as file:
-                file.write(data)
-                os.fsync(file.fileno())
-        return dumps * nbytes / (time.perf_counter() - began)
+    def write_file(path: Path) -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
 
-    def writer() -> float:
-        one = Writer(Identity(work / "writer", None, {}), 1 << 30, wait_when_full=True)
+    def plain(folder: Path) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(write_file, [folder / f"plain-{number}" for number in range(dumps)]))
+
+    def writer(folder: Path) -> None:
+        one = Writer(Identity(folder, None, {}), 1 << 30, wait_when_full=True)
         one.start(lambda: None)
-        began = time.perf_counter()
         for _ in range(dumps):
             assembly = Assembly(one.next_counter(), "r", array("q", range(rows)), base=0, nbytes=nbytes)
             one.reserve(nbytes)
@@ -158,25 +179,34 @@ def disk(work: Path, dumps: int = 40, rows: int = 2048, hidden: int = 1024) -> d
             assembly.take(0, rows)
             one.submit(assembly, None)
         one.stop(600)
-        return dumps * nbytes / (time.perf_counter() - began)
 
-    work.mkdir(parents=True, exist_ok=True)
-    return {"disk_bytes_per_s": int(plain()), "writer_bytes_per_s": int(writer())}
+    rates: dict[str, list[float]] = {"disk": [], "writer": []}
+    for number in range(rounds):
+        for name, write in (("disk", plain), ("writer", writer)):
+            folder = work / f"{name}-{number}"
+            folder.mkdir(parents=True)
+            began = time.perf_counter()
+            write(folder)
+            rates[name].append(dumps * nbytes / (time.perf_counter() - began))
+            shutil.rmtree(folder)
+    return {f"{name}_bytes_per_s": int(statistics.median(values)) for name, values in rates.items()}
 
 
 def main() -> None:
     """Run the three parts and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", type=Path, default=DEFAULT_OUT / "SmolLM2-135M-Instruct")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tiny = make_tiny("deepseek_v3", work / "model")
-        models = {"tiny-deepseek-v3": speed(tiny, work / "tiny", Load(16, 256), 2 * arguments.rounds)}
+        models = {"tiny-deepseek-v3": speed(tiny, work / "tiny", Load(64, 16), 2 * arguments.rounds)}
         print(json.dumps(models), flush=True)
         if arguments.smollm2.is_dir():
-            models["smollm2-135m"] = speed(arguments.smollm2, work / "smollm2", Load(8, 256), arguments.rounds)
+            models["smollm2-135m"] = speed(
+                arguments.smollm2, work / "smollm2", Load(16, 8, new_tokens=64), arguments.rounds
+            )
             print(json.dumps(models), flush=True)
         result = {
             "prefill_ratio": min(model["prefill_ratio"] for model in models.values()),

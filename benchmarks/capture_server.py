@@ -161,14 +161,14 @@ def reference_states(folder: Path, ids: Sequence[int], after_block: Sequence[int
 
 
 def max_abs_diff(dump: FoundDump, folder: Path, ids: Sequence[int], after_block: Sequence[int]) -> float:
-    """Largest difference of any captured value from the reference; infinite when tokens or shapes differ."""
+    """Largest difference of any captured value from the reference; infinite for other tokens, shapes or NaN."""
     if dump.tensors[contract.INPUT_IDS].tolist() != list(ids):
         return float("inf")
     rows = torch.cat([torch.arange(start, stop) for start, stop in dump.record["spans"]])
     worst = 0.0
     for name, expected in reference_states(folder, ids, after_block).items():
         found = dump.tensors[name]
-        if found.shape != expected[rows].shape:
+        if found.shape != expected[rows].shape or not found.isfinite().all():
             return float("inf")
         worst = max(worst, (found - expected[rows]).abs().max().item())
     return worst

@@ -1,11 +1,12 @@
 """Faults around the writer: no half-written dump is ever readable, and the server answers throughout.
 
-    python -m benchmarks.writer_faults [--aborts N]
+    python -m benchmarks.writer_faults [--aborts N] [--kills N]
 
-While a reader verifies every dump it can see, again and again: kill -9 in the middle of writing, a full disk, a disk
-that turns read-only, the folder deleted, and aborted requests. Full and read-only disks are a small tmpfs, which only
-root may mount; without that right they are left out and named in `skipped`. The last line is one JSON object: `faults`
-tried, `torn_dumps_read`, `server_deaths` (the kills we did ourselves do not count).
+While a reader verifies every dump it can see, again and again: kill -9 in the middle of a write, a full disk, a disk
+that turns read-only, the folder deleted again and again, and aborted requests. Full and read-only disks are a small
+tmpfs, which only root may mount; without that right they are left out and named in `skipped`. The last line is one JSON
+object: `faults` tried, `torn_dumps_read`, `server_deaths` (the kills we did ourselves do not count), `unanswered`
+requests, and `partials_left_by_kills`: half-written dumps that the kills left behind, under names no reader takes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -31,10 +32,10 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from tests.tiny_models import make_tiny
 
-KILLS = 2
 DISK_MIB = 3
 FLAGS = {"chunked-prefill-size": 128}
 BURST = 24
+LONG = 1200  # tokens of prompts whose dumps take long enough to write for a kill to hit one
 
 
 class Reader:
@@ -93,9 +94,9 @@ def whole(path: Path) -> bool:
     return bool(found == record["checksums"])
 
 
-def burst(served: Served, name: str, seed: int) -> int:
+def burst(served: Served, name: str, seed: int, length: int = 100) -> int:
     """Prefill a burst; the number of requests that were not answered."""
-    prompts = {f"{name}-{n}": prompt(100 + n, seed + n) for n in range(BURST)}
+    prompts = {f"{name}-{n}": prompt(length + n, seed + n) for n in range(BURST)}
     failed = 0
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(served.ask, ids, rid) for rid, ids in prompts.items()]:
@@ -107,17 +108,31 @@ def burst(served: Served, name: str, seed: int) -> int:
     return failed
 
 
-def killed(model: Path, work: Path, dump_dir: Path) -> None:
-    """kill -9 at the whole server while it prefills and writes."""
+def killed(model: Path, work: Path, dump_dir: Path) -> int:
+    """kill -9 at the scheduler while it prefills and writes; the half-written dumps it left."""
     with capture_server(model, work, flags=FLAGS, dump_dir=dump_dir) as served, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(burst, served, "killed", random.randrange(10**6))
+        (writer,) = (writer for writer in served.writers() if _alive(writer["pid"]))
+        folder = dump_dir / writer["writer_id"]
+        running = pool.submit(burst, served, "killed", random.randrange(10**6), LONG)
         deadline = time.monotonic() + 60
-        while not list(dump_dir.glob("*/req_*")) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        for writer in served.writers():
-            with suppress(ProcessLookupError):
-                os.kill(writer["pid"], signal.SIGKILL)
+        while not list(folder.glob(contract.PARTIAL_GLOB)) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        os.kill(writer["pid"], signal.SIGKILL)
         running.result()
+    return len(list(folder.glob(contract.PARTIAL_GLOB)))
+
+
+def _alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def delete_again_and_again(dump_dir: Path, over: threading.Event) -> int:
+    """Delete the dump folder for as long as requests are prefilled; how often it was there to delete."""
+    times = 0
+    while not over.wait(0.1):
+        times += dump_dir.exists()
+        shutil.rmtree(dump_dir, ignore_errors=True)
+    return times
 
 
 @contextmanager
@@ -139,32 +154,36 @@ def remount(folder: Path, how: str) -> None:
 
 
 def abort_many(served: Served, count: int) -> int:
-    """Requests aborted at any moment of their life; the number of them."""
+    """Requests aborted at any moment of their life; the number that got no answer at all."""
     rng = random.Random(0)
 
-    def one(number: int) -> None:
+    def one(number: int) -> bool:
         rid = f"abort-{number}"
         body = {"input_ids": prompt(rng.randint(50, 600), 10**6 + number), "rid": rid}
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(served.http.post, "/generate", json=body | {"sampling_params": {"max_new_tokens": 4}})
             time.sleep(rng.random() * 0.2)  # anywhere between queued and answered
             served.http.post("/abort_request", json={"rid": rid})
-            running.result()
+            try:
+                return running.result().status_code >= 500
+            except httpx.HTTPError as error:
+                print(f"{rid}: {error!r}", flush=True)
+                return True
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(count)))
-    return count
+        return sum(pool.map(one, range(count)))
 
 
 def main() -> None:
     """Run every fault and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--aborts", type=int, default=1000)
-    aborts = parser.parse_args().aborts
+    parser.add_argument("--kills", type=int, default=5)
+    arguments = parser.parse_args()
     faults: dict[str, int] = {}
     skipped: list[str] = []
     lost: dict[str, int] = {}
-    deaths = unanswered = 0
+    deaths = unanswered = left_by_kills = 0
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         model = make_tiny("deepseek_v3", work / "model")
@@ -172,20 +191,25 @@ def main() -> None:
         with small_disk(disk_dir) as has_disk:
             reader = Reader(dump_dir, disk_dir / "dump")
             print("kill -9", flush=True)
-            for number in range(KILLS):
-                killed(model, work / f"kill-{number}", dump_dir)
+            for number in range(arguments.kills):
+                left_by_kills += killed(model, work / f"kill-{number}", dump_dir)
                 faults["kill -9"] = number + 1
-            left_by_kills = len(list(dump_dir.glob(f"*/{contract.PARTIAL_GLOB}")))
 
             with capture_server(model, work / "live", flags=FLAGS, dump_dir=dump_dir) as served:
                 swept = not list(dump_dir.glob(f"*/{contract.PARTIAL_GLOB}"))
                 print("folder deleted, aborts", flush=True)
                 unanswered += burst(served, "before", 1)
-                shutil.rmtree(dump_dir, ignore_errors=True)
-                unanswered += burst(served, "deleted", 1000)
-                faults["folder deleted"] = 1
-                resumed = served.wait_for_totals(60)["complete"] > 0
-                faults["aborted request"] = abort_many(served, aborts)
+                over = threading.Event()
+                with ThreadPoolExecutor(1) as pool:
+                    deleting = pool.submit(delete_again_and_again, dump_dir, over)
+                    for number in range(3):
+                        unanswered += burst(served, "deleted", 1000 + 100 * number, LONG)
+                    over.set()
+                    faults["folder deleted"] = deleting.result()
+                served.ask(prompt(42, 9), "folder-again")
+                served.wait_for(["folder-again"])
+                unanswered += abort_many(served, arguments.aborts)
+                faults["aborted request"] = arguments.aborts
                 unanswered += burst(served, "after", 2000)
                 totals = served.wait_for_totals(60)
                 deaths += not served.server.alive()
@@ -219,7 +243,6 @@ def main() -> None:
         "dumps_verified": reader.verified,
         "partials_left_by_kills": left_by_kills,
         "partials_swept_at_start": swept,
-        "resumed_after_delete": resumed,
         "aborted_incomplete": totals["incomplete"].get(contract.ABORTED, 0),
         "pending_after_aborts": totals["pending"],
         "queue_bytes_after_aborts": totals["queue_bytes"],

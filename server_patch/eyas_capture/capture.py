@@ -25,6 +25,8 @@ from eyas_capture.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+_KEPT_BYTES = 256 << 20  # of host memory kept for reuse, however long the queue may be
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -43,7 +45,7 @@ class Capture:
         self._layers = layers
         self._mode = mode
         self._writer = writer
-        self._copier = RowCopier(device)
+        self._copier = RowCopier(device, min(_KEPT_BYTES, writer.queue_bytes // 4) if writer else 0)
         self._requests: dict[str, Any] = {}
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
@@ -194,17 +196,17 @@ class Capture:
         assert self._writer is not None
         tokens = array("q", request.origin_input_ids)
         count = len(tokens) - chunk.start
-        row_bytes = sum(rows.shape[1] * rows.element_size() for rows in named.values()) + tokens.itemsize
+        nbytes = self._copier.bytes_for(count, named)
         assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
         assembly.ids = torch.empty(0, dtype=torch.int64)
-        if not self._writer.reserve(count * row_bytes):
+        if not self._writer.reserve(nbytes):
             assembly.rows = {name: torch.empty((0, rows.shape[1]), dtype=rows.dtype) for name, rows in named.items()}
             self._writer.submit(assembly, contract.QUEUE_FULL)
             self._done.add(request)
             return None
-        assembly.nbytes = count * row_bytes
-        assembly.ids = self._copier.buffer((count,), torch.int64)
-        assembly.rows = {name: self._copier.buffer((count, rows.shape[1]), rows.dtype) for name, rows in named.items()}
+        assembly.nbytes = nbytes
+        buffers = self._copier.buffers(count, named)
+        assembly.ids, assembly.rows, assembly.release = buffers.ids, buffers.rows, buffers.release
         self._open[request] = assembly
         self._orphans[assembly.counter] = assembly
         return assembly

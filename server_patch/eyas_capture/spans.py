@@ -10,6 +10,7 @@ rows are nowhere) or rows computed again after a retraction (an overlap: the row
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,8 @@ class Assembly:
     """The rows of one request so far.
 
     `base` is the prompt position of row 0 of the buffers, which hold the rest of the prompt: [tokens - base, H] each,
-    and `ids` [tokens - base] as the forward pass saw them. `fence` tells when the last copy has landed.
+    and `ids` [tokens - base] as the forward pass saw them. `fence` tells when the last copy has landed; `release` gives
+    the buffers back.
     """
 
     counter: int
@@ -43,6 +45,7 @@ class Assembly:
     rows: dict[str, Any] = field(default_factory=dict)
     ids: Any = None
     fence: Any = None
+    release: Callable[[], None] | None = None
 
     def take(self, start: int, stop: int) -> Take | None:
         """Record that a pass computed prompt rows [start, stop); the part of them that is new, or None.

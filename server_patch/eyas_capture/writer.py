@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from eyas_capture import contract
@@ -25,7 +24,7 @@ from eyas_capture.totals import Totals
 logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
-_THREADS = 4  # some hash while others wait for the disk, which syncs several dumps as cheaply as one
+THREADS = 4  # some hash while others wait for the disk, which syncs several dumps as cheaply as one
 _TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _QUIET = 10.0  # seconds between log lines about the same trouble
 
@@ -38,7 +37,7 @@ class Writer:
         self.totals = Totals()
         self.state = contract.CAPTURING
         self.refused: list[str] = []
-        self._limit = queue_bytes
+        self.queue_bytes = queue_bytes
         self._wait_when_full = wait_when_full
         self._queue: queue.SimpleQueue[tuple[Assembly, str | None] | None] = queue.SimpleQueue()
         self._room = threading.Condition()  # guards totals and _waiting
@@ -53,7 +52,7 @@ class Writer:
         """Publish writer.json and begin; `on_tick` runs about once a second in a thread of the writer's."""
         self.publish()
         self._threads = [
-            threading.Thread(target=self._write_loop, name=f"eyas-writer-{n}", daemon=True) for n in range(_THREADS)
+            threading.Thread(target=self._write_loop, name=f"eyas-writer-{n}", daemon=True) for n in range(THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -86,7 +85,7 @@ class Writer:
             return True
 
     def _full(self, nbytes: int) -> bool:
-        return self._waiting > 0 and self.totals.queue_bytes + nbytes > self._limit
+        return self._waiting > 0 and self.totals.queue_bytes + nbytes > self.queue_bytes
 
     def submit(self, assembly: Assembly, reason: str | None) -> None:
         """Hand a dump over for writing; `reason` None means complete. Its reservation ends when it is written."""
@@ -160,7 +159,9 @@ class Writer:
                 self._lose(type(error).__name__)
                 logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
             finally:
-                assembly.rows = {}
+                assembly.rows, assembly.ids = {}, None
+                if assembly.release is not None:
+                    assembly.release()
                 with self._room:
                     self._waiting -= 1
                     self.totals.queue_bytes -= assembly.nbytes
@@ -172,22 +173,22 @@ class Writer:
         if not same_tokens(assembly):
             reason = contract.TOKENS_DIFFER
             self.tell(reason, "the rows of request %s belong to other tokens than it sent", assembly.request_id)
-        folder = self.identity.folder
-        if not folder.exists():  # deleted under us: make it again, with the file that says whose it is
+        folder = os.fspath(self.identity.folder)
+        if not os.path.exists(folder):  # deleted under us: make it again, with the file that says whose it is
             self.publish()
-        partial = folder / contract.partial_name(assembly.counter)
+        partial = os.path.join(folder, contract.partial_name(assembly.counter))
         try:
-            partial.mkdir(parents=True)
+            os.makedirs(partial)
             # Both files are written before either is synced: one commit of the disk's journal then covers both.
-            with open(partial / contract.STATES_FILE, "wb", buffering=0) as states:
+            with open(os.path.join(partial, contract.STATES_FILE), "wb", buffering=0) as states:
                 checksums, nbytes = write_states(states.fileno(), assembly)
                 record = _record(assembly, self.identity.writer_id, checksums, reason)
-                with open(partial / contract.RECORD_FILE, "wb", buffering=0) as file:
+                with open(os.path.join(partial, contract.RECORD_FILE), "wb", buffering=0) as file:
                     write_all(file.fileno(), memoryview((json.dumps(record) + "\n").encode()))
                     os.fsync(states.fileno())
                     os.fsync(file.fileno())
             _sync_folder(partial)  # without it, a file system without a journal may keep the name and lose the files
-            os.rename(partial, folder / contract.dump_name(assembly.counter))
+            os.rename(partial, os.path.join(folder, contract.dump_name(assembly.counter)))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -220,7 +221,7 @@ def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reaso
     }
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the files are synced

@@ -6,18 +6,21 @@ that cannot be captured from. Each is asked much, because starting one takes mos
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.capture_matrix import AFTER_BLOCK, ENV, LENGTHS, TOLERANCE, TP2_ENV
 from benchmarks.capture_server import FoundDump, Served, capture_server, max_abs_diff, prompt
 from eyas_capture import contract
-from tests.tiny_models import CONTEXT, make_tiny
+from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -143,19 +146,41 @@ def test_parallel_sampling_gives_one_dump(served: Served, model: Path, new_token
     assert len(served.dumps()) == before + 2
 
 
-def test_an_aborted_prompt_keeps_its_first_chunks(served: Served, model: Path) -> None:
-    ids = prompt(CONTEXT - 7, 10)
+@contextmanager
+def being_prefilled(served: Served, ids: list[int], rid: str) -> Iterator[Future[Any]]:
+    """A request of which at least one chunk was computed, and not the last."""
+    log = served.server.spec.log_path
+    before = log.stat().st_size
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(served.ask, ids, "aborted")
-        captured = served.writers()[0]["totals"]["captured"]
-        while served.writers()[0]["totals"]["captured"] == captured:  # rewritten once a second
+        running = pool.submit(served.ask, ids, rid, extra_key=rid)
+        # A pass is logged when it is planned: with the second one, the first has been computed.
+        while len(re.findall(rb"Prefill batch.*#pending-token: [1-9]", log.read_bytes()[before:])) < 2:
             assert not running.done()
+            time.sleep(0.01)
+        yield running
+
+
+def test_an_aborted_prompt_keeps_its_first_chunks(served: Served, model: Path) -> None:
+    ids = prompt(1200, 10)
+    with being_prefilled(served, ids, "aborted") as running:
         served.http.post("/abort_request", json={"rid": "aborted"})
         assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
     dump = served.wait_for(["aborted"])["aborted"]
     assert dump.record["incomplete_reason"] == contract.ABORTED
     assert 64 <= dump.record["spans"][-1][1] < len(ids) and dump.record["prefix_cached"] == 0
     assert_right(dump, model, ids)
+
+
+def test_a_prompt_retracted_half_way_is_captured_whole(served: Served, model: Path) -> None:
+    """Its cache is emptied meanwhile, so rows that were captured before are computed again."""
+    ids = prompt(1200, 12)
+    with being_prefilled(served, ids, "retracted") as running:
+        served.post({"mode": "retract"}, "/pause_generation")
+        assert served.http.post("/flush_cache").status_code == 200
+        assert not running.done()
+        served.post({}, "/continue_generation")
+        running.result()
+    assert_complete(served.wait_for(["retracted"])["retracted"], model, ids)
 
 
 def test_health_probes_leave_no_dump(served: Served) -> None:
