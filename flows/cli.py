@@ -93,6 +93,29 @@ def datasets(args: argparse.Namespace) -> int:
     return 0 if answer.get("ok", True) else 1
 
 
+def import_(args: argparse.Namespace) -> int:
+    """`eyas import`: another trainer's hidden states as a dataset."""
+    from flows.datasets import print_facts
+    from flows.formats import ImportOptions, import_dataset
+
+    options = ImportOptions(
+        after_block=tuple(args.after_block) if args.after_block else None, final_norm=args.final_norm,
+        learn_all=args.learn_all, reference=not args.no_reference, batch_tokens=args.batch_tokens,
+        held_out_share=args.held_out_share, draft_vocab_size=args.draft_vocab_size,
+    )  # fmt: skip
+    _answer(args, import_dataset(args.format, args.folder, args.place, args.recipe, args.target, options), print_facts)
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """`eyas export`: a dataset as another trainer's folder."""
+    from flows.datasets import print_facts
+    from flows.formats import export_dataset
+
+    _answer(args, export_dataset(args.place, args.format, args.folder, args.recipe, args.target), print_facts)
+    return 0
+
+
 def _answer(args: argparse.Namespace, answer: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     if args.json:
         print(json.dumps(answer, indent=1, sort_keys=True))
@@ -133,9 +156,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sample", action="store_true", help="verify: a sample of the checksums, not all")
     made.add_argument("--yes", action="store_true", help="rm: do not ask")
     made.add_argument("--force", action="store_true", help="rm: even what a registered drafter was trained on")
+    _add_formats(command)
     command("up", up, "start the local Prefect server, MLflow and object store")
     command("down", down, "end them")
     return top
+
+
+FORMATS = ("specforge", "speculators-v1", "speculators", "modelopt", "angelslim")
+
+
+def _add_formats(command: Callable[..., argparse.ArgumentParser]) -> None:
+    place: dict[str, Any] = {"metavar": "NAME|URI", "help": "the dataset: its URI, or its name in the recipe's store"}
+    made = command("import", import_, "another trainer's hidden states as a dataset; says which convention they follow")
+    made.add_argument("format", choices=FORMATS)
+    made.add_argument("folder", help="the other trainer's folder")
+    made.add_argument("place", **place)
+    made.add_argument("--target", help="the target's Hugging Face folder; left out = the recipe's")
+    made.add_argument("--recipe", help="recipe whose store and target are used")
+    made.add_argument("--after-block", type=int, nargs="+", metavar="K", help="captured blocks, if they are not found")
+    made.add_argument("--final-norm", choices=["post", "pre"], help="the final state behind or before the norm")
+    made.add_argument("--learn-all", action="store_true", help="files without a loss mask: learn every token")
+    made.add_argument("--no-reference", action="store_true", help="do not load the target to find the convention")
+    made.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a shard")
+    made.add_argument("--held-out-share", type=float, default=0.05, help="share kept for evaluation")
+    made.add_argument("--draft-vocab-size", type=int, default=32000, help="target tokens the drafter can propose")
+    made = command("export", export, "a dataset as another trainer's folder")
+    made.add_argument("place", **place)
+    made.add_argument("format", choices=FORMATS)
+    made.add_argument("folder", help="a new folder")
+    made.add_argument("--target", help="the target's Hugging Face folder, where its norm is needed")
+    made.add_argument("--recipe", help="recipe whose store and target are used")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
