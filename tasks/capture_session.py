@@ -18,6 +18,7 @@ from infra.server import CPU_ENV, CPU_FLAGS, ServerSpec, SGLangServer, attach
 from tasks.job import Job, need
 
 WRITER_DEADLINE_S = 30.0
+PROBE_DEADLINE_S = 15.0  # one token, answered already: only its dump is waited for
 SAME_HOST = (
     "Correct `dump_dir`, or mount the server's folder here, or run `eyas extract` with this recipe on the server's own "
     "host: it stores to the same bucket, and `eyas run` goes on from there."
@@ -111,7 +112,7 @@ class CaptureSession:
         """
         rid = f"{contract.OPT_IN_PREFIX}{secrets.token_hex(4)}-probe"
         need(self.client, "client").generate([0], rid=rid, extra_key=rid, max_new_tokens=1)
-        if self.dumps.wait_for([rid], WRITER_DEADLINE_S):
+        if self.dumps.wait_for([rid], PROBE_DEADLINE_S):
             raise ServerError(
                 f"capture folder {self.dumps.path}",
                 f"{self.settings.url} answered a request, but its dump does not show here",

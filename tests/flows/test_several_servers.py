@@ -123,18 +123,13 @@ def test_a_dump_folder_that_is_not_the_servers_is_refused_and_a_server_that_dies
     (place.folder / "elsewhere").mkdir()
     other = {"url": server.base_url, "dump_dir": str(place.folder / "elsewhere")}
     recipe = str(tiny_recipe(place.folder, capture={"servers": [other]}, **where))
-    status, output = place.run("extract", recipe)
-    assert status == 4, output
-    assert (
-        "no writer of this server is there" in output
-        and "run `eyas extract` with this recipe on the server's own host" in output
-    )
     for writer in dumps.iterdir():  # the writer is seen, its dumps are not
         (place.folder / "elsewhere" / writer.name).mkdir()
         (place.folder / "elsewhere" / writer.name / "writer.json").write_bytes((writer / "writer.json").read_bytes())
     status, output = place.run("extract", recipe)
     assert status == 4, output
     assert "its dump does not show here" in output and "Traceback" not in output
+    assert "run `eyas extract` with this recipe on the server's own host" in output
 
     both = [{}, {"url": server.base_url, "dump_dir": str(dumps)}]
     recipe = str(tiny_recipe(place.folder, capture={"servers": both}, **where))
