@@ -32,13 +32,14 @@ from hidden_states.vocab import VocabMap
 @dataclass(frozen=True)
 class ForeignSample:
     """One file's sample: `input_ids` [S], `loss_mask` [S] or None where the file has none, `aux` [S,A,H], `final`
-    [S,H]. `name`: the file's path below the format's folder."""
+    [S,H]. `name`: the file's path below the format's folder. `final_norm`: where the file itself says it."""
 
     name: str
     input_ids: Tensor
     loss_mask: Tensor | None
     aux: Tensor
     final: Tensor
+    final_norm: str | None = None
 
 
 class Format(ABC):

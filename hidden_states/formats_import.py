@@ -148,8 +148,10 @@ def _convention(format: Format, first: ForeignSample, target: Path, options: Imp
             f"{format.name}, {first.name}", "its files do not say which blocks were captured", "--after-block",
             "Tell it (block outputs, from 0; beware of each trainer's own numbering), or let the target be asked.",
         )  # fmt: skip
-    norm = options.final_norm or format.final_norm
-    how = "blocks as told, not checked; norm " + ("as told" if options.final_norm else f"as {format.name} writes it")
+    norm = options.final_norm or first.final_norm or format.final_norm
+    how = "blocks as told, not checked; norm " + (
+        "as told" if options.final_norm else "as the file says" if first.final_norm else f"as {format.name} writes it"
+    )
     return Convention(told, norm, f"{how}{_norm_checked(first.final, norm, target)}")
 
 

@@ -39,7 +39,10 @@ class PickleFormat(Format):
         right = ids.dim() == 1 and aux.dim() == 3 and final.dim() == 2 and len(ids) == len(aux) == len(final)
         if not right or aux.shape[2] != final.shape[1] or (mask is not None and mask.shape != ids.shape):
             raise self.refuse(path, shapes, "[S], [S,A,H], [S,H]")
-        return ForeignSample(name, as_int64(ids), mask, aux, final)
+        said = None
+        if "hidden_states_prenorm" in data:  # ModelOpt's newer files
+            said = "pre" if data["hidden_states_prenorm"] else "post"
+        return ForeignSample(name, as_int64(ids), mask, aux, final, said)
 
     def parts(self, data: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """ids [S], mask [S], aux [S,A,H], final [S,H]."""
