@@ -118,6 +118,23 @@ def test_the_drafter_is_a_model_version_with_its_lineage(demo: tuple[Place, dict
     assert len(client.get_metric_history(children[0].info.run_id, "train/loss")) == summary["train_steps"]
 
 
+def test_no_trace_of_the_run_holds_a_credential(demo: tuple[Place, dict[str, Any], str]) -> None:
+    """Its logs, its database in Prefect (parameters, results, log lines) and in MLflow (tags, parameters, artifacts),
+    its objects in the bucket, its summary and its papers: nowhere are the bucket's keys but in their own file."""
+    place, _, output = demo
+    own = place.folder / ".eyas" / "object-store" / "credentials.json"
+    access, secret = (value.encode() for value in json.loads(own.read_text()).values())
+    assert min(len(access), len(secret)) >= 16
+    files = [path for path in place.folder.rglob("*") if path.is_file() and path != own and "assets" not in path.parts]
+    kinds = {"prefect.db", "mlflow.db", "summary.json", "lineage.json", "recipe.json", "sglang-capture.log"}
+    assert kinds <= {path.name for path in files}
+    leaking = {str(path.relative_to(place.folder)) for path in files if secret in path.read_bytes()}
+    # The local object server itself logs which access key it was given (not the secret); nobody else does.
+    leaking |= {str(path) for path in files if access in path.read_bytes() and path.name != "object-store.log"}
+    assert not leaking
+    assert access.decode() not in output and secret.decode() not in output
+
+
 def test_the_objects_are_in_the_bucket_and_verify(demo: tuple[Place, dict[str, Any], str]) -> None:
     place, summary, _ = demo
     status, output = place.run("inspect", summary["dataset_uri"], "--json")
