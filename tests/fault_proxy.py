@@ -16,7 +16,8 @@ class Fault:
     """What happens to the next `times` requests for which `when(method, path)` holds.
 
     kind: "error" answers with `status` and S3 error `code` without asking the server; "cut" closes the connection
-    before the request reaches it; "lost" lets it through and drops the answer; "half" sends half of the answer's body;
+    before the request reaches it; "torn" does so in the middle of the request's body; "lost" lets it through and drops
+    the answer; "half" sends half of the answer's body; "slow" sends the answer's body in pieces, over half a second;
     "hold" signals `reached` and never answers.
     """
 
@@ -36,6 +37,7 @@ class FaultProxy:
         target = urlsplit(url).netloc
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str]] = []
+        self.pace = threading.Event()  # never set: waiting for it paces a slow answer
         lock = threading.Lock()
         proxy = self
 
@@ -55,15 +57,16 @@ class FaultProxy:
                 return None
 
             def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fault = self.fault()
                 kind = fault.kind if fault is not None else ""
                 if fault is not None:
                     fault.reached.set()
+                length = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(length // 2 if kind == "torn" else length)
                 if kind == "hold":
                     assert fault is not None
                     fault.release.wait(60)
-                if kind in ("cut", "hold"):
+                if kind in ("cut", "torn", "hold"):
                     self.close_connection = True
                     return
                 if kind == "error":
@@ -84,9 +87,11 @@ class FaultProxy:
                 if kind == "lost":
                     self.close_connection = True
                     return
-                self.answer(answer.status, dict(answer.getheaders()), data, half=kind == "half")
+                self.answer(answer.status, dict(answer.getheaders()), data, half=kind == "half", slow=kind == "slow")
 
-            def answer(self, status: int, headers: dict[str, str], data: bytes, half: bool = False) -> None:
+            def answer(
+                self, status: int, headers: dict[str, str], data: bytes, half: bool = False, slow: bool = False
+            ) -> None:
                 self.send_response(status)
                 length = headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
                 for name, value in headers.items():
@@ -94,7 +99,12 @@ class FaultProxy:
                         self.send_header(name, value)
                 self.send_header("Content-Length", length)
                 self.end_headers()
-                if self.command != "HEAD":
+                if slow:
+                    piece = len(data) // 5 + 1
+                    for start in range(0, len(data), piece):
+                        proxy.pace.wait(0.1)
+                        self.wfile.write(data[start : start + piece])
+                elif self.command != "HEAD":
                     self.wfile.write(data[: len(data) // 2] if half else data)
                 if half:
                     self.close_connection = True

@@ -205,6 +205,8 @@ def is_data(method: str, path: str) -> bool:
         Fault("error", is_data, times=2, status=503, code="SlowDown"),
         Fault("half", is_data, times=3),
         Fault("cut", is_data, times=2),
+        Fault("slow", is_data, times=2),
+        Fault("torn", lambda method, path: method == "PUT" and "partNumber=1" in path, times=2),
     ],
     ids=lambda fault: f"{fault.kind}-{fault.status}",
 )

@@ -347,6 +347,8 @@ def test_a_full_or_unusable_cache_disk_is_reported_as_such(remote: tuple[Made, C
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match=f"cache {tmp_path / 'file'}.*Not a directory"):
         list(SampleStream(made.dataset, batch_tokens=800, cache_dir=tmp_path / "file" / "cache"))
+    with pytest.raises(StoreError, match=r"cache /sys/.*(Read-only|not permitted|denied).*another cache folder"):
+        list(SampleStream(made.dataset, batch_tokens=800, cache_dir=Path("/sys/kernel")))  # nobody may write there
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, before[1]))
