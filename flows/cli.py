@@ -59,6 +59,22 @@ def inspect(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
+def compare(args: argparse.Namespace) -> int:
+    """`eyas compare`: two drafters on the prompts both were served."""
+    from flows.compare import compare_drafters, print_comparison
+
+    _answer(args, compare_drafters(args.one, args.other), print_comparison)
+    return 0
+
+
+def champion(args: argparse.Namespace) -> int:
+    """`eyas champion`: which version is in production; move it by hand."""
+    from flows.compare import champion, print_champion
+
+    _answer(args, champion(args.model, to=args.set, back=args.back, reason=args.reason), print_champion)
+    return 0
+
+
 def up(args: argparse.Namespace) -> int:
     """`eyas up`: the local Prefect server, MLflow and object store, to look at the pages."""
     from flows.environment import state_dir
@@ -157,6 +173,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--yes", action="store_true", help="rm: do not ask")
     made.add_argument("--force", action="store_true", help="rm: even what a registered drafter was trained on")
     _add_formats(command)
+    made = command("compare", compare, "two drafters, paired over the prompts both were served, with an interval")
+    for name in ("one", "other"):
+        made.add_argument(name, metavar=name.upper(), help="MODEL/VERSION in MLflow, or a drafter's folder")
+    made = command("champion", champion, "the version in production, and every move so far; or move it by hand")
+    made.add_argument("model", metavar="MODEL", help="registered model in MLflow")
+    how = made.add_mutually_exclusive_group()
+    how.add_argument("--set", metavar="VERSION", help="make this version the champion")
+    how.add_argument("--back", action="store_true", help="go back to the champion before this one")
+    made.add_argument("--reason", help="why, kept in the history")
     command("up", up, "start the local Prefect server, MLflow and object store")
     command("down", down, "end them")
     return top

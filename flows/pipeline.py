@@ -9,6 +9,7 @@ from flows.workshop import workshop
 from infra.recipe_file import load_recipe
 from tasks.begin import plan_run
 from tasks.capture import clear_warm_up, launch_servers, stop_servers
+from tasks.champion import decide, measure_champion
 from tasks.dataset import commit_dataset, open_dataset, use_dataset
 from tasks.extract import extract_batches
 from tasks.extraction_report import report_extraction
@@ -46,7 +47,9 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
             measure(job, "drafter")
             if job.recipe.evaluate.control:
                 measure(job, "control")
+            measure_champion(job)
         register_drafter(job)
+        decide(job)
         summary = finish(job)
         judge(job)
         return summary

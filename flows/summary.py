@@ -74,9 +74,11 @@ def print_verdict(console: Console, s: dict[str, Any]) -> None:
     )
     for column in ("drafter", "predicted", "served", "outputs equal to plain decoding"):
         verdict.add_column(column, justify="left" if column == "drafter" else "right")
-    for label, key in (("trained", "served"), ("untrained control", "control")):
+    champion = f"champion, version {s.get('champion_version')}"
+    for label, key in (("trained", "served"), ("untrained control", "control"), (champion, "champion")):
         if s.get(f"{key}_acceptance_length") is not None:
             predicted = number(s["predicted_acceptance_length"], 2) if key == "served" else "-"
-            same = f"{s[f'{key}_outputs_equal']} of {s[f'{key}_prompts']}"
+            same = f"{s[f'{key}_outputs_equal']} of {s['served_prompts']}"
             verdict.add_row(label, predicted, number(s[f"{key}_acceptance_length"], 2), same)
     console.print(verdict)
+    console.print(f"{s['decision'][0].upper()}{s['decision'][1:]}.", markup=False)

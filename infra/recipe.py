@@ -204,6 +204,10 @@ class Evaluate(Section):
 class Register(Section):
     model_name: str | None = Field(None, description="registered model in MLflow; left out = eagle3-<target's name>")
     experiment: str | None = Field(None, description="MLflow experiment; left out = eyas/<target's name>")
+    promote: bool = Field(True, description="make a drafter the `champion` when it is better than the last one")
+    margin: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="the 95% interval of its lead in acceptance length must lie above this"
+    )
 
 
 class Recipe(Section):

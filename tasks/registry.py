@@ -9,6 +9,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from tasks.begin import count_uploads, git_commit
+from tasks.evaluation import keep_evaluation
 from tasks.job import Job, need
 from tasks.model_card import model_card
 from tasks.step import step
@@ -36,6 +37,7 @@ def register_drafter(job: Job) -> None:
     }
     (folder / "lineage.json").write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
     (folder / "README.md").write_text(model_card(job, lineage))
+    keep_evaluation(job)
     manifest = need(job.dataset, "dataset").manifest
     tracker.dataset(
         need(job.ledger, "ledger").name, figures["manifest_digest"], figures["dataset_uri"],
@@ -107,10 +109,11 @@ def share(job: Job, key: str) -> float:
 
 
 def clean_up(job: Job) -> None:
-    """Remove checkpoints, the control drafter and the empty dump folder of a run that went to its end."""
+    """Remove checkpoints, the other drafters and the empty dump folder of a run that went to its end."""
     if job.trained is not None:
         shutil.rmtree(job.trained.checkpoints, ignore_errors=True)
-    shutil.rmtree(job.folder / "control", ignore_errors=True)
+    for served in ("control", "champion"):
+        shutil.rmtree(job.folder / served, ignore_errors=True)
     for dumps in job.folder.glob("dumps*"):
         if not any(dumps.glob("*/req_*")):
             shutil.rmtree(dumps)

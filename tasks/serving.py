@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Literal
 
 from prefect.logging import get_run_logger
@@ -15,7 +16,7 @@ from tasks.capture_session import server_spec
 from tasks.job import Job, need
 from tasks.step import step
 
-Kind = Literal["drafter", "control", "plain"]
+Kind = Literal["drafter", "control", "plain", "champion"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Served:
     Attributes:
         acceptance_length: accepted drafted tokens per verification + 1, from the histogram.
         histogram: verifications by accepted drafted tokens, 0 to num_steps.
-        by_prompt: acceptance length of each prompt, for paired comparisons.
+        histograms: the same per prompt, for paired comparisons; each may end early.
+        by_prompt: acceptance length of each prompt.
         outputs_equal: prompts whose output is token for token that of plain decoding.
         tokens_per_s: output tokens over the servers' seconds per request.
     """
 
     acceptance_length: float
     histogram: list[int]
+    histograms: list[list[int]]
     by_prompt: list[float]
     prompts: int
     outputs_equal: int
@@ -65,12 +68,18 @@ def held_out_prompts(job: Job) -> list[ServedPrompt]:
     return prompts
 
 
-def serve(job: Job, kind: Kind, prompts: list[ServedPrompt]) -> tuple[Served, list[Generation]]:
-    """Start the target (with a drafter unless `plain`), answer the prompts, end it."""
+def serve(
+    job: Job, kind: Kind, prompts: list[ServedPrompt], drafter: Path | None = None
+) -> tuple[Served, list[Generation]]:
+    """Start the target (with a drafter unless `plain`), answer the prompts, end it.
+
+    Args:
+        drafter: its folder; left out = this run's own of that kind.
+    """
     recipe = job.recipe
     spec = server_spec(recipe, recipe.server, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
     spec.num_steps = recipe.evaluate.num_steps
-    spec.draft_path = None if kind == "plain" else job.folder / kind
+    spec.draft_path = None if kind == "plain" else drafter or job.folder / kind
     with SGLangServer(spec) as server:
         server.wait_ready(recipe.server.ready_deadline_s)
         with SGLangClient(server.base_url, timeout_s=recipe.server.request_timeout_s) as client:
@@ -82,6 +91,7 @@ def serve(job: Job, kind: Kind, prompts: list[ServedPrompt]) -> tuple[Served, li
     return Served(
         acceptance_length=round(acceptance_length(histogram), 4),
         histogram=histogram,
+        histograms=[list(a.spec_histogram or []) for a in answers],
         by_prompt=[round(a.acceptance_length or 1.0, 4) for a in answers],
         prompts=len(prompts),
         outputs_equal=equal,

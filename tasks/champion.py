@@ -1,0 +1,200 @@
+"""Which drafter is in production: the alias `champion` of the registered model, earned by serving beside the last one.
+
+    candidate    the version the last run made
+    champion     moves only when the new version is better than the last champion on the same prompts, answered in the
+                 same run: the lower end of the 95% interval of the paired difference must be above `register.margin`
+
+Every move is kept in the registered model's tag `champion.history`, so that one command goes back.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+from mlflow.exceptions import MlflowException
+from prefect.logging import get_run_logger
+
+from hidden_states.errors import DatasetError, Refusal
+from tasks.intervals import FEWEST, paired
+from tasks.job import Job, need
+from tasks.serving import serve
+from tasks.step import step
+
+CHAMPION, HISTORY = "champion", "champion.history"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One entry of the history. `by` is a run, or `hand`; `version` None = no champion."""
+
+    version: str | None
+    at: str
+    by: str
+    why: str
+
+
+class Champions:
+    """The champion of one registered model."""
+
+    def __init__(self, client: MlflowClient, model: str) -> None:
+        self.client, self.model = client, model
+
+    @property
+    def version(self) -> str | None:
+        """The champion's version; None when there is none."""
+        try:
+            return str(self.client.get_model_version_by_alias(self.model, CHAMPION).version)
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+
+    def history(self) -> list[Move]:
+        """Every move so far, oldest first."""
+        try:
+            tags = self.client.get_registered_model(self.model).tags
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise DatasetError(
+                self.model, "no registered model of this name", None, "MLflow's page lists them: `eyas up`."
+            ) from error
+        return [Move(**entry) for entry in json.loads(tags.get(HISTORY, "[]"))]
+
+    def move(self, version: str, by: str, why: str) -> None:
+        """Make a version the champion.
+
+        Raises:
+            DatasetError: there is no such version.
+        """
+        history = self.history()
+        try:
+            self.client.get_model_version(self.model, version)
+        except MlflowException as error:
+            raise DatasetError(
+                f"{self.model} version {version}", "no such version", None, "MLflow's page lists them: `eyas up`."
+            ) from error
+        self.client.set_registered_model_alias(self.model, CHAMPION, version)
+        history.append(Move(version, datetime.now(UTC).isoformat(timespec="seconds"), by, why))
+        self.client.set_registered_model_tag(self.model, HISTORY, json.dumps([asdict(move) for move in history]))
+
+    def back(self, why: str) -> str:
+        """Go back to the champion before this one; its version.
+
+        Raises:
+            DatasetError: there was none before.
+        """
+        now, before = self.version, [m.version for m in self.history()]
+        earlier = [version for version in before if version is not None and version != now]
+        if not earlier:
+            raise DatasetError(self.model, "no champion before this one", None, "Choose a version with --set.")
+        self.move(earlier[-1], "hand", why)
+        return earlier[-1]
+
+    def download(self, version: str, folder: Path) -> Path:
+        """The drafter's folder, for SGLang."""
+        source = self.client.get_model_version_download_uri(self.model, version)
+        tracking = self.client.tracking_uri
+        found = Path(download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracking))
+        return found
+
+
+def champions(job: Job) -> Champions:
+    """Of the model this run registers its drafter under."""
+    name = job.recipe.register_.model_name or f"eagle3-{job.target_name}"
+    return Champions(need(job.tracker, "MLflow run").client, name)
+
+
+@step("serve and measure champion", retries=1)
+def measure_champion(job: Job) -> None:
+    """Serve the champion on this run's prompts, and compare; nothing to do without one."""
+    known = champions(job)
+    version = known.version
+    if version is None:
+        return
+    figures, log = job.figures, get_run_logger()
+    figures["champion_version"] = version
+    folder = job.folder / "champion"
+    folder.mkdir(exist_ok=True)
+    try:
+        found = known.download(version, folder)
+        served, _ = serve(job, "champion", need(job.prompts, "prompts"), found)
+    except Refusal as error:  # no reason to lose the new drafter; the decision says it
+        figures["champion_not_served"] = str(error)
+        log.warning("version %s, the champion, could not be served: %s", version, error)
+        return
+    figures["champion_acceptance_length"] = served.acceptance_length
+    figures["champion_outputs_equal"] = served.outputs_equal
+    if served.prompts < FEWEST:
+        return
+    result = paired(figures["served_histograms"], served.histograms)
+    figures["versus_champion"] = {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(result).items()
+    }
+    log.info("against the champion, version %s: %.3f / %.3f; difference %+.3f, 95%% interval [%+.3f, %+.3f]", version,
+             result.one, result.other, result.difference, result.low, result.high)  # fmt: skip
+
+
+@step("decide")
+def decide(job: Job) -> None:
+    """Make the new version the champion, or say why not. No reason to fail: a drafter that is no better is a result."""
+    against = reasons_against(job)
+    known, figures = champions(job), job.figures
+    before = figures.get("champion_version")
+    version = figures["model_version"]
+    if against:
+        figures |= {"promoted": False, "decision": f"version {version} is not made champion: {'; '.join(against)}"}
+    else:
+        result = figures.get("versus_champion")
+        why = f"better than version {before} by {result['low']:+.3f} at least" if result else "the first one"
+        known.move(version, job.run_id, why)
+        figures |= {"promoted": True, "decision": f"version {version} is the champion now: {why}"}
+    known.client.set_model_version_tag(known.model, version, "decision", figures["decision"])
+    get_run_logger().info("%s", figures["decision"])
+
+
+def reasons_against(job: Job) -> list[str]:
+    """Why the new version may not become the champion; none = it may."""
+    recipe, figures = job.recipe, job.figures
+    if not recipe.register_.promote:
+        return ["register.promote is false"]
+    if "served_acceptance_length" not in figures:
+        return ["it was not served"]
+    reasons = []
+    served, least = figures["served_acceptance_length"], recipe.evaluate.min_acceptance_length
+    differing = figures["served_prompts"] - figures["served_outputs_equal"]
+    if differing:
+        reasons.append(f"{differing} of {figures['served_prompts']} outputs differ from plain decoding")
+    if least is not None and served < least:
+        reasons.append(f"served acceptance {served:.3f} is below evaluate.min_acceptance_length, {least:g}")
+    control = figures.get("control_acceptance_length")
+    if control is not None and served <= control:
+        reasons.append(f"served acceptance {served:.3f} is no better than an untrained drafter's, {control:.3f}")
+    missing = [key for key in ("manifest_digest", "fingerprint", "dataset_uri") if not figures.get(key)]
+    if missing:
+        reasons.append(f"its lineage lacks {', '.join(missing)}")
+    return reasons + _against_champion(figures, recipe.register_.margin)
+
+
+def _against_champion(figures: dict[str, Any], margin: float) -> list[str]:
+    version = figures.get("champion_version")
+    if version is None:
+        return []
+    if "champion_not_served" in figures:
+        return [f"the champion, version {version}, could not be served beside it"]
+    result = figures.get("versus_champion")
+    if result is None:
+        return [
+            f"{figures['served_prompts']} prompts are too few to compare it with version {version}; {FEWEST} at least"
+        ]
+    if not result["low"] > margin:  # an interval that cannot be had is no lead either
+        interval = f"[{result['low']:+.3f}, {result['high']:+.3f}]"
+        return [
+            f"against version {version} the difference is {result['difference']:+.3f}, 95% interval {interval}, which "
+            f"does not lie above {margin:g}"
+        ]
+    return []
