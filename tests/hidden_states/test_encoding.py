@@ -3,12 +3,17 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.loss import head_loss
+from drafter.model import TargetWeights
+from drafter.objective import Teacher
 from drafter.slots import counted_slots, seen_token
 from eyas_capture import contract
 from hidden_states.dataset import Dataset, DatasetWriter
@@ -32,7 +37,7 @@ from hidden_states.shard import pack_shard
 from hidden_states.shard_file import open_shard
 from hidden_states.store import Store, open_store
 from hidden_states.stream import SampleStream
-from hidden_states.top_k import top_logits
+from hidden_states.top_k import TopLogits, top_logits
 from tests.hidden_states.stored import AFTER_BLOCK, FINGERPRINT, Capture, Made, make_dataset, make_samples
 
 H, K = 16, 4
@@ -205,3 +210,31 @@ def test_a_plain_dataset_has_the_bytes_of_the_first_format(store: Store, tmp_pat
         "after_block", "data_start", "dtype", "hidden_size", "samples", "tokens",
     }  # fmt: skip
     assert made.dataset.samples.column_names[-1] == "checksums"
+
+
+def test_the_trainer_learns_the_same_from_all_logits_as_from_the_states() -> None:
+    """With k as large as the vocabulary nothing is left out: same loss, same positions. With k = 4 the teacher's best
+    token is still the same."""
+    draw = torch.Generator().manual_seed(11)
+    rows, draft_ids = 12, torch.arange(0, 300, 3)
+    final = torch.randn(rows, H, generator=draw)
+    teacher = Teacher(TargetWeights(HEAD, HEAD), draft_ids)
+    needed, tokens = torch.ones(rows, dtype=torch.bool), torch.tensor([1, 4, 7])
+    ids = [f"sample {n}" for n in range(3)]
+
+    def batch(top: TopLogits | None, names: list[str]) -> Any:
+        doc_ids = torch.arange(rows) // 4
+        return SimpleNamespace(final=final if top is None else final[:, :0], top=top, doc_ids=doc_ids, sample_ids=names)
+
+    states = batch(None, ids)
+    whole, some = (batch(top_logits(final, HEAD, k), [f"{name} {k}" for name in ids]) for k in (300, K))
+    draft_rows, head = torch.randn(3, H, generator=draw), torch.randn(len(draft_ids), H, generator=draw)
+
+    def loss(of: Any) -> float:
+        teaching = teacher.teaching(of, tokens, torch.float32)
+        out = head_loss([draft_rows], head, teaching, teacher.draft_head, [1.0], [torch.arange(3)], "soft_ce", 512)
+        return float(out.loss)
+
+    assert loss(whole) == pytest.approx(loss(states), rel=2e-3)  # float16 logits
+    for other in (whole, some):
+        assert torch.equal(teacher.in_vocab(other, needed), teacher.in_vocab(states, needed))
