@@ -76,6 +76,7 @@ def _dataset(uri: str, recipe: Recipe | None, full: bool) -> dict[str, Any]:
             "stored": f"{bytes_in_words(manifest.total_bytes)} in {len(manifest.shards)} shards",
             "blocks": f"outputs of {list(manifest.after_block)}, and the final state ({manifest.final_norm}-norm)",
             "hidden size": f"{manifest.hidden_size}, {manifest.dtype}",
+            "kept": manifest.encoding.in_words(),
             "draft vocabulary coverage": manifest.coverage,
             **{f"fingerprint: {k}": v for k, v in sorted(manifest.fingerprint.fields.items())},
             "verified": f"{found.shards} shards, {bytes_in_words(found.bytes_read)} read"
