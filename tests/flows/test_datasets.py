@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from mlflow import MlflowClient
 
 from flows import datasets
 from flows.cli import main
+from hidden_states.dataset import Dataset
 from hidden_states.store import Store, open_store
 from tests.hidden_states.stored import Made, make_dataset
 
@@ -89,3 +92,24 @@ def test_a_dataset_is_kept_when_nobody_can_say_what_rests_on_it(
     assert code == 7 and "does not say which drafters" in said and "--force" in said
     assert made.dataset.verify().problems == []
     assert datasets.list_all(store.uri, None)["datasets"]
+
+
+def test_a_dataset_goes_out_and_comes_back_by_command(
+    made: Made, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything the files leave unsaid is told here; that it is found is tested with the formats."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"vocab_size": 1000, "rms_norm_eps": 1e-5}))
+    safetensors.torch.save_file({"model.norm.weight": torch.full((8,), 2.0)}, target / "model.safetensors")
+    told = ["--target", str(target), "--after-block", "1", "3", "6", "--no-reference"]
+    assert main(["export", f"{store.uri}/data", "speculators", str(tmp_path / "out"), "--target", str(target)]) == 0
+    assert "the norm cancels" in capsys.readouterr().out
+    assert main(["import", "speculators", str(tmp_path / "out"), f"{store.uri}/back", *told, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["samples"] == 3 and "outputs of blocks 1, 3, 6; final state pre-norm" in answer["convention"]
+    for sample_id, sample in made.samples.items():
+        assert torch.equal(made.dataset.read(sample_id).aux, Dataset.open(store, "back").read(sample_id).aux)
+        assert Dataset.open(store, "back").read_tokens(sample_id) == (sample.input_ids, sample.loss_mask)
+    assert main(["import", "specforge", str(tmp_path / "out"), f"{store.uri}/no", *told]) == 3
+    assert "no file of this format" in capsys.readouterr().err
