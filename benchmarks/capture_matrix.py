@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 AFTER_BLOCK = (1, 2, 4)
 ENV = {contract.ENV_AFTER_BLOCK: ",".join(map(str, AFTER_BLOCK))}
 LENGTHS = (7, 33, 64, 65, 130, 190, 257, 1)  # on, before and behind the edges of chunks of 64
-TP2_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_RANKS_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # without it SGLang wants a NUMA node for each rank
 ALL_KINDS = (*KINDS, *tiny_kimi.KINDS)
 INFINITE = float("inf")
 
@@ -114,8 +114,8 @@ def run_kind(kind: str, work: Path) -> Iterator[Case]:
     for name, flags, env, cases in (
         ("whole", {}, {}, whole_prompts),
         ("chunks", {"chunked-prefill-size": 64, "enable-mixed-chunk": True}, {}, chunked_and_mixed),
-        ("tp2", {"tp-size": 2, "disable-overlap-schedule": True}, TP2_ENV, two_ranks),
-        ("dp2", {"dp-size": 2}, {}, two_replicas),
+        ("tp2", {"tp-size": 2, "disable-overlap-schedule": True}, TWO_RANKS_ENV, two_ranks),
+        ("dp2", {"dp-size": 2}, TWO_RANKS_ENV, two_replicas),
     ):
         with capture_server(model, work / kind / name, flags=flags, env=ENV | env) as served:
             yield from ((f"{kind}: {case}", diff) for case, diff in cases(served, reference))

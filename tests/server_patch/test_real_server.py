@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.capture_matrix import AFTER_BLOCK, ENV, LENGTHS, TOLERANCE, TP2_ENV
+from benchmarks.capture_matrix import AFTER_BLOCK, ENV, LENGTHS, TOLERANCE, TWO_RANKS_ENV
 from benchmarks.capture_server import FoundDump, Served, capture_server, max_abs_diff, prompt
 from eyas_capture import contract
 from tests.tiny_models import make_tiny
@@ -206,7 +206,7 @@ def test_sigterm_drains_the_queue(served: Served) -> None:
 def test_opted_in_on_two_ranks_and_the_end_of_a_scheduler(model: Path, work: Path) -> None:
     """A second server into the same folder, so also: an old dump is never mistaken for a new one."""
     old = {path: path.stat().st_mtime_ns for path in (work / "dump").glob("*/*")}
-    env = ENV | TP2_ENV | {contract.ENV_MODE: "opted-in"}
+    env = ENV | TWO_RANKS_ENV | {contract.ENV_MODE: "opted-in"}
     with capture_server(
         model, work / "tp2", flags={"tp-size": 2, "context-length": FULL_CONTEXT}, env=env, dump_dir=work / "dump"
     ) as served:
