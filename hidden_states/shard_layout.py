@@ -15,6 +15,7 @@ more tensors stand beside them, each aligned likewise:
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,8 +107,8 @@ class ShardLayout:
         """Of the states as captured, and as a reader hands them out."""
         return DTYPES[self.dtype]
 
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Name -> (safetensors dtype, shape, bytes a row), in the order of the file."""
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         n, a, h = self.tokens, len(self.after_block), self.hidden_size
         f, k = n if self.taught is None else self.taught, self.encoding.top_k
         captured = CODES[self.torch_dtype]
@@ -128,6 +129,10 @@ class ShardLayout:
         ordered = sorted(shapes.items(), key=lambda item: -_ITEM[item[1][0]].itemsize)  # stable
         return {name: (code, shape, _row_bytes(code, shape)) for name, (code, shape) in ordered}
 
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...], int]]:
+        """Name -> (safetensors dtype, shape, bytes a row), in the order of the file."""
+        return self._tensors
+
     def torch_dtype_of(self, name: str) -> torch.dtype:
         return _ITEM[self.tensors()[name][0]]
 
@@ -139,13 +144,17 @@ class ShardLayout:
             names = [name for name in self.tensors() if name.startswith("aux")]
         return [*names, *(name for name in self.tensors() if name.startswith("final"))]
 
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """Name -> (first byte in the file, length)."""
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
         spans, at = {}, self.data_start
         for name, (_, shape, row_bytes) in self.tensors().items():
             spans[name] = (at, shape[0] * row_bytes)
             at += shape[0] * row_bytes
         return spans
+
+    def spans(self) -> Mapping[str, tuple[int, int]]:
+        """Name -> (first byte in the file, length)."""
+        return self._spans
 
     @property
     def file_bytes(self) -> int:
