@@ -33,6 +33,7 @@ from torch import Tensor
 from benchmarks.machine import matrix_rate, peak_rss_mb, reset_peak_rss
 from drafter.config import DrafterConfig
 from drafter.loss import LossConfig
+from drafter.memory import freed_memory_kept
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, Work, batch_loss, plan_work, work_for
 
@@ -146,6 +147,12 @@ def main() -> None:
     parser.add_argument("--peer-loss", choices=["automodel"])
     parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args()
+    with freed_memory_kept():
+        measure(args, parser)
+
+
+def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Takes the steps."""
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
 

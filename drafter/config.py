@@ -1,7 +1,8 @@
 """The drafter's shape: everything that decides its tensors, and what the serving engine must be told.
 
-A draft block is Llama-shaped whatever the target is; `from_target` takes from the target what must be equal (hidden
-size, vocabulary, the captured blocks) and what is a good default (heads, MLP width, rope, eps).
+A draft block is Llama-shaped, or has latent attention where its target has it and this is asked for; `from_target`
+takes from the target what must be equal (hidden size, vocabulary, the captured blocks) and what is a good default
+(heads, MLP width, rope, eps).
 """
 
 import json
@@ -16,8 +17,20 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention, by DeepSeek's names."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and choices of one EAGLE-3 drafter. `after_block` are outputs of target blocks, 0-based and ascending."""
+    """Sizes and choices of one EAGLE-3 drafter. `after_block` are outputs of target blocks, 0-based and ascending. With
+    `latent` sizes, head_dim and num_key_value_heads have no meaning."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,12 +47,15 @@ class DrafterConfig:
     target_blocks: int
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm per captured block before fc
     norm_output: bool = False  # EAGLE-3.1: the recurrence carries norm(out) instead of out
+    latent: LatentSizes | None = None  # latent attention in place of grouped heads
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "after_block", tuple(self.after_block))
+        if isinstance(self.latent, dict):
+            object.__setattr__(self, "latent", LatentSizes(**self.latent))
         blocks = self.after_block
         if not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0 or blocks[-1] >= self.target_blocks:
             raise TrainingError(
@@ -50,6 +66,11 @@ class DrafterConfig:
             raise TrainingError(
                 "drafter heads", f"{self.num_attention_heads} query and {self.num_key_value_heads} key/value heads",
                 "a multiple", "Change num_key_value_heads.",
+            )  # fmt: skip
+        if self.latent and self.rope.get("rope_type") not in ("default", "yarn"):
+            raise TrainingError(
+                "drafter rope", f"rope_type {self.rope.get('rope_type')!r} with latent attention", "default or yarn",
+                "SGLang takes any other scaling of a latent drafter for yarn.",
             )  # fmt: skip
         if self.head_dim % 2:
             raise TrainingError("drafter head_dim", f"{self.head_dim}", "an even number (rope turns pairs)", "")
@@ -65,18 +86,29 @@ class DrafterConfig:
             )  # fmt: skip
 
     @property
+    def rope_dim(self) -> int:
+        """What of a head rope turns."""
+        return self.latent.qk_rope_head_dim if self.latent else self.head_dim
+
+    @property
     def states_width(self) -> int:
         """Width of the concatenated captured states, the input of `fc`."""
         return self.hidden_size * len(self.after_block)
 
     @classmethod
     def from_target(
-        cls, target_config: dict[str, Any], after_block: Sequence[int], draft_vocab_size: int, **overrides: Any
+        cls,
+        target_config: dict[str, Any],
+        after_block: Sequence[int],
+        draft_vocab_size: int,
+        latent_attention: bool = False,
+        **overrides: Any,
     ) -> "DrafterConfig":
         """A drafter for the target with this `config.json`; any field may be overridden by name.
 
         Multimodal targets are read through their `text_config`. For a target with latent attention (no key/value
-        heads worth copying) the drafter gets heads of 128 and an eighth of them for keys and values.
+        heads worth copying) the drafter gets heads of 128 and an eighth of them for keys and values, or with
+        `latent_attention` the target's own latent sizes: its cache entries are then as small as the target's.
 
         Raises: TrainingError for an unknown override, a rope that cannot be expressed, or a target whose logits are
             more than `lm_head(final)`.
@@ -92,6 +124,15 @@ class DrafterConfig:
             )  # fmt: skip
         architecture = (target_config.get("architectures") or text.get("architectures") or ["unknown"])[0]
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
+        latent = None
+        if latent_attention:
+            missing = [f.name for f in fields(LatentSizes) if not text.get(f.name)]
+            if missing and "latent" not in overrides:
+                raise TrainingError(
+                    "drafter latent_attention", f"a target without {', '.join(missing)}",
+                    "a target with latent attention", "Leave latent_attention out, or give the sizes as `latent`.",
+                )  # fmt: skip
+            latent = overrides.get("latent") or LatentSizes(**{f.name: text[f.name] for f in fields(LatentSizes)})
         if text.get("kv_lora_rank"):
             head_dim, kv_heads = 128, max(1, heads // 8)
         else:
@@ -110,6 +151,7 @@ class DrafterConfig:
             "after_block": tuple(after_block),
             "target_architecture": architecture,
             "target_blocks": text["num_hidden_layers"],
+            "latent": latent,
             **{name: text.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             **overrides,
         }

@@ -5,6 +5,7 @@ so the key set is compared here, where a difference still stops something.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +21,21 @@ from hidden_states.errors import TrainingError
 Format = Literal["sglang", "vllm"]
 
 
+def architecture_of(config: DrafterConfig) -> str:
+    """SGLang's class for this drafter."""
+    return "Eagle3DeepseekV2ForCausalLM" if config.latent else "LlamaForCausalLMEagle3"
+
+
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor SGLang's `LlamaForCausalLMEagle3` consumes for this drafter, with its shape.
+    """Every tensor that SGLang's class for this drafter consumes, with its shape.
 
     The embedding is not among them: the engine puts the target's in its place. Source: `load_weights` of
-    sglang/srt/models/llama_eagle3.py, 0.5.23.
+    sglang/srt/models/llama_eagle3.py and kimi_k25_eagle3.py, 0.5.23.
     """
     h, i = config.hidden_size, config.intermediate_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, config.states_width),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
-        "midlayer.self_attn.o_proj.weight": (h, q),
+        **{f"midlayer.self_attn.{name}.weight": shape for name, shape in attention_shapes(config).items()},
         "midlayer.mlp.gate_proj.weight": (i, h),
         "midlayer.mlp.up_proj.weight": (i, h),
         "midlayer.mlp.down_proj.weight": (h, i),
@@ -49,6 +51,23 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def attention_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """The attention's matrices and norms, by SGLang's names."""
+    h, heads = config.hidden_size, config.num_attention_heads
+    if (at := config.latent) is None:
+        q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        return {"q_proj": (q, 2 * h), "k_proj": (kv, 2 * h), "v_proj": (kv, 2 * h), "o_proj": (h, q)}
+    return {
+        "q_a_proj": (at.q_lora_rank, 2 * h),
+        "q_a_layernorm": (at.q_lora_rank,),
+        "q_b_proj": (heads * (at.qk_nope_head_dim + at.qk_rope_head_dim), at.q_lora_rank),
+        "kv_a_proj_with_mqa": (at.kv_lora_rank + at.qk_rope_head_dim, 2 * h),
+        "kv_a_layernorm": (at.kv_lora_rank,),
+        "kv_b_proj": (heads * (at.qk_nope_head_dim + at.v_head_dim), at.kv_lora_rank),
+        "o_proj": (h, heads * at.v_head_dim),
+    }
+
+
 def engine_config(config: DrafterConfig, dtype: torch.dtype, format: Format) -> dict[str, Any]:
     """`config.json` for the engine. Rope stands there in both forms engines read (`rope_theta` beside `rope_scaling`,
     and transformers 5's `rope_parameters`), from one source, so that they cannot disagree."""
@@ -59,8 +78,8 @@ def engine_config(config: DrafterConfig, dtype: torch.dtype, format: Format) -> 
     else:
         ids = vllm_layer_ids(config.after_block)
     out: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [architecture_of(config)],
+        "model_type": "deepseek_v3" if config.latent else "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
@@ -94,6 +113,9 @@ def engine_config(config: DrafterConfig, dtype: torch.dtype, format: Format) -> 
             "target_blocks": config.target_blocks,
         },
     }
+    if config.latent:
+        del out["head_dim"]
+        out |= {**asdict(config.latent), "num_key_value_heads": config.num_attention_heads, "rope_interleave": True}
     if format == "vllm":
         out |= {"eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": False}
     return out
@@ -110,11 +132,12 @@ def export_drafter(
     Raises: TrainingError when the engine would not load exactly these tensors.
     """
     config = drafter.config
-    if format == "vllm" and (config.fc_norm or config.norm_output or len(config.after_block) != 3):
+    if format == "vllm" and (config.fc_norm or config.norm_output or config.latent or len(config.after_block) != 3):
         raise TrainingError(
             "export to vllm",
-            f"fc_norm={config.fc_norm}, norm_output={config.norm_output}, {len(config.after_block)} blocks",
-            "neither, and 3 blocks", "vLLM's llama_eagle3 cannot express this drafter; export it for SGLang.",
+            f"fc_norm={config.fc_norm}, norm_output={config.norm_output}, latent attention={bool(config.latent)}, "
+            f"{len(config.after_block)} blocks",
+            "none of them, and 3 blocks", "vLLM's llama_eagle3 cannot express this drafter; export it for SGLang.",
         )  # fmt: skip
     dtype = dtype or drafter.fc.weight.dtype
     weights = {
@@ -146,6 +169,6 @@ def compare_keys(weights: dict[str, Tensor], config: DrafterConfig) -> None:
     ]
     if wrong:
         raise TrainingError(
-            "drafter weights", "; ".join(wrong), "exactly the tensors of LlamaForCausalLMEagle3",
+            "drafter weights", "; ".join(wrong), f"exactly the tensors of {architecture_of(config)}",
             "SGLang would skip unknown names silently and keep random values for missing ones.",
         )  # fmt: skip

@@ -6,7 +6,7 @@ Shapes: R rows, H features of a row, I features of the MLP. Each is checked agai
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
@@ -40,23 +40,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
     return out
 
 
+class RMSNorm(nn.Module):
+    """Holds an RMSNorm's weight; `rms_norm` does the work."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [R, size] -> the same shape."""
+        return rms_norm(x, self.weight, self.eps, out_dtype)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = torch.nn.functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(up * grad, gate), grad_up
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward(up * grad, gate, grad_input=grad_gate)
+        return out
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [R, I]; keeps only its inputs."""
-    out: Tensor = _SwiGLU.apply(gate, up)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [R, I] of gate and up side by side [R, 2I]; keeps only its input."""
+    out: Tensor = _SwiGLU.apply(gate_up)
     return out
 
 
@@ -105,3 +123,64 @@ class _SharedProduct(torch.autograd.Function):
             if not shared.pending:
                 grad_weight, shared.total = shared.total, None
         return grad_x, grad_weight, None, None
+
+
+class SharedRows:
+    """Rows [T, W] looked up at every step, whose gradient is summed in place as in `SharedWeight`. (Autograd's gradient
+    of indexing makes a full buffer per use, and adds to it with locks.)"""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.pending: set[int] = set()
+        self.total: Tensor | None = None
+
+    def __call__(self, index: Tensor, use: int, first: int = 0) -> Tensor:
+        """Rows `index` [R], from column `first` on -> [R, W - first]."""
+        out: Tensor = _SharedLookUp.apply(self.rows, index, self, use, first)
+        return out
+
+
+class _SharedLookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, shared: SharedRows, use: int, first: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shared, ctx.use, ctx.first, ctx.shape = shared, use, first, rows.shape
+        if ctx.needs_input_grad[0]:
+            shared.pending.add(use)
+        return rows[:, first:].index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        shared: SharedRows = ctx.shared
+        if shared.total is None:
+            shared.total = grad.new_zeros(ctx.shape)
+        shared.total[:, ctx.first :].index_add_(0, index, grad)
+        shared.pending.discard(ctx.use)
+        if shared.pending:
+            return None, None, None, None, None
+        total, shared.total = shared.total, None
+        return total, None, None, None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_add_(0, index, grad), None
+
+
+def take_rows(x: Tensor, index: Tensor | None) -> Tensor:
+    """x[index], or x itself without an index; its gradient is made without autograd's locks."""
+    if index is None:
+        return x
+    out: Tensor = _TakeRows.apply(x, index)
+    return out

@@ -1,13 +1,13 @@
 """Does this drafter fit this target? In words, for any drafter folder SGLang can load."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from drafter.config import read_target_config, resolve_rope
+from drafter.config import LatentSizes, read_target_config, resolve_rope
 from drafter.layer_ids import blocks_sglang_captures
 from drafter.naming import to_sglang_name
 
@@ -63,28 +63,46 @@ def _count(shape: list[int]) -> int:
     return count
 
 
+def _grouped(config: dict[str, Any], h: int) -> dict[str, list[int]]:
+    heads = config.get("num_attention_heads") or 0
+    size = config.get("head_dim") or h // max(1, heads)
+    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
+    return {"q_proj": [q, 2 * h], "k_proj": [kv, 2 * h], "v_proj": [kv, 2 * h], "o_proj": [h, q]}
+
+
+def _latent(config: dict[str, Any], h: int) -> dict[str, list[int]]:
+    heads = config.get("num_attention_heads") or 0
+    q, kv, nope, rope, v = (int(config.get(f.name) or 0) for f in fields(LatentSizes))
+    return {
+        "q_a_proj": [q, 2 * h], "q_a_layernorm": [q], "q_b_proj": [heads * (nope + rope), q],
+        "kv_a_proj_with_mqa": [kv + rope, 2 * h], "kv_a_layernorm": [kv], "kv_b_proj": [heads * (nope + v), kv],
+        "o_proj": [h, heads * v],
+    }  # fmt: skip
+
+
+# The classes SGLang 0.5.23 serves as EAGLE-3 drafters, and the shapes of their attention.
+_ATTENTION = {"LlamaForCausalLMEagle3": _grouped, "Eagle3DeepseekV2ForCausalLM": _latent}
+
+
 def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: list[int] | None) -> list[str]:
     """What is wrong within the folder."""
     problems = []
     architecture = (config.get("architectures") or [""])[0]
-    if architecture != "LlamaForCausalLMEagle3":
-        problems.append(f"architectures says {architecture or 'nothing'}; SGLang looks for LlamaForCausalLMEagle3")
+    if architecture not in _ATTENTION:
+        problems.append(f"architectures says {architecture or 'nothing'}; SGLang looks for {' or '.join(_ATTENTION)}")
     if not shapes:
         return [*problems, "there is no *.safetensors file"]
     h = config.get("hidden_size") or 0
-    kv = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
-    head = config.get("head_dim") or h // max(1, config.get("num_attention_heads") or 1)
-    q = (config.get("num_attention_heads") or 0) * head
     aux = config.get("num_aux_hidden_states") or len(ids or [0, 0, 0])
     i, d = config.get("intermediate_size"), config.get("draft_vocab_size") or config.get("vocab_size")
-    wanted = {
+    wanted: dict[str, list[Any]] = {
         "fc.weight": [h, (config.get("target_hidden_size") or h) * aux], "norm.weight": [h], "lm_head.weight": [d, h],
-        "midlayer.self_attn.q_proj.weight": [q, 2 * h], "midlayer.self_attn.k_proj.weight": [kv * head, 2 * h],
-        "midlayer.self_attn.v_proj.weight": [kv * head, 2 * h], "midlayer.self_attn.o_proj.weight": [h, q],
         "midlayer.mlp.gate_proj.weight": [i, h], "midlayer.mlp.up_proj.weight": [i, h],
         "midlayer.mlp.down_proj.weight": [h, i], "midlayer.input_layernorm.weight": [h],
         "midlayer.hidden_norm.weight": [h], "midlayer.post_attention_layernorm.weight": [h],
     }  # fmt: skip
+    attention = _ATTENTION.get(architecture, _grouped)(config, h)
+    wanted |= {f"midlayer.self_attn.{name}.weight": shape for name, shape in attention.items()}
     if config.get("draft_vocab_size") not in (None, config.get("vocab_size")):
         wanted["d2t"] = [d]
     if config.get("fc_norm") or config.get("use_aux_norm"):

@@ -120,31 +120,35 @@ class _HeadLoss(torch.autograd.Function):
         grad_rows = torch.empty_like(rows) if wants_grad else None
         grad_head: Tensor | None = None
         teachers = max(1, chunk_rows // len(sizes))
+        # Buffers for all chunks: fresh memory of this size costs as much, by its page faults, as a pass over it.
+        room, width = min(teachers * len(sizes), len(rows)), len(head)
+        narrow = rows.new_empty(room, width)
+        wide_logits = narrow if rows.dtype == wide else narrow.new_empty(room, width, dtype=wide)
+        p_of = narrow.new_empty(min(teachers, len(teacher_states)), width, dtype=wide)
+        scratch = torch.empty_like(p_of)
         for first in range(0, len(teacher_states), teachers):
             last = min(first + teachers, len(teacher_states))
+            teacher, p = scratch[: last - first], p_of[: last - first]
             if isinstance(teacher_states, TeacherLogits):
-                teacher = teacher_states.dense(first, last, len(teacher_head)).to(wide)
+                teacher.copy_(teacher_states.dense(first, last, width))
             else:
-                teacher = (teacher_states[first:last] @ teacher_head.T).to(wide)
-            best = teacher.argmax(-1)
-            p = torch.log_softmax(teacher, -1)
-            del teacher
-            log_p, p = p, p.exp()
-            entropy_of = torch.linalg.vecdot(p, log_p).neg_()
-            del log_p
+                _product(teacher_states[first:last], teacher_head, teacher)
+            top, best = teacher.max(-1)
+            torch.softmax(teacher, -1, out=p)
+            entropy_of = _log_sum(top, p) - teacher.mul_(p).sum(-1)
             pieces = _pieces(teacher_of, first, last)
             x = torch.cat([rows[piece] for piece, _ in pieces])
-            logits = (x @ head.T).to(wide)
+            logits = _product(x, head, wide_logits[: len(x)], narrow[: len(x)])
             begin = 0
             for piece, local in pieces:
                 part = slice(begin, begin := begin + piece.stop - piece.start)
-                hit[piece], entropy[piece] = _hits(logits[part], best[local]), entropy_of[local]
-                per_row[piece] = _loss_and_gradient(logits[part], p[local], kind)  # leaves the gradient in logits
+                entropy[piece] = entropy_of[local]
+                per_row[piece], hit[piece] = _loss_and_gradient(logits[part], p[local], best[local], kind, scratch)
             if kind == "kl":
                 for piece, _ in pieces:
                     per_row[piece] -= entropy[piece]
-            if grad_rows is not None:
-                grad = logits.to(rows.dtype)
+            if grad_rows is not None:  # `logits` are their own gradients by now
+                grad = logits if rows.dtype == wide else narrow[: len(x)].copy_(logits)
                 scale = torch.cat([weight[piece] for piece, _ in pieces]).to(rows.dtype).unsqueeze_(-1)
                 x.mul_(scale)
                 grad_head = grad.T @ x if grad_head is None else grad_head.addmm_(grad.T, x)
@@ -181,20 +185,34 @@ def _pieces(teacher_of: Sequence[Tensor], first: int, last: int) -> list[tuple[s
     return pieces
 
 
-def _hits(logits: Tensor, best: Tensor) -> Tensor:
-    """Is the draft's largest logit the teacher's best token."""
-    return logits.gather(-1, best[:, None])[:, 0] >= logits.amax(-1)
+def _product(x: Tensor, head: Tensor, out: Tensor, narrow: Tensor | None = None) -> Tensor:
+    """x @ head.T into `out`, which may be of a wider dtype; `narrow`: room for it in the dtype of x."""
+    if x.dtype == out.dtype:
+        return torch.mm(x, head.T, out=out)
+    return out.copy_(x @ head.T if narrow is None else torch.mm(x, head.T, out=narrow))
 
 
-def _loss_and_gradient(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
-    """Loss of each row; `logits` [R, D] become its gradient with respect to themselves."""
-    top, along = logits.amax(-1), torch.linalg.vecdot(p, logits)
-    q = torch.softmax(logits, -1, out=logits)
+def _log_sum(top: Tensor, share: Tensor) -> Tensor:
+    """log sum exp of logits, from the largest of them and of their softmax, which is 1 / sum of exp(logit - top)."""
+    return top - share.amax(-1).log_()
+
+
+def _loss_and_gradient(
+    logits: Tensor, p: Tensor, best: Tensor, kind: LossKind, scratch: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row, and whether its largest logit is the teacher's best token; `logits` [R, D] become the loss's
+    gradient with respect to themselves. `scratch`: [>= R, D], overwritten."""
+    top = logits.amax(-1)
+    hit = logits.gather(-1, best[:, None])[:, 0] >= top
+    scratch = scratch[: len(logits)]
     if kind == "lk":
-        accept = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).tiny)
+        q = torch.softmax(logits, -1, out=logits)
+        accept = torch.minimum(p, q, out=scratch).sum(-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).tiny)
         short = (q < p) * q  # where more of q is more acceptance
         q.mul_(short.sum(-1, keepdim=True)).sub_(short).div_(accept)
-        return accept.log_()[:, 0].neg_()
-    log_sum = top - q.amax(-1).log_()  # the largest q is 1 / sum of exp(logit - top)
+        return accept.log_()[:, 0].neg_(), hit
+    along = torch.mul(p, logits, out=scratch).sum(-1)
+    q = torch.softmax(logits, -1, out=logits)
+    log_sum = _log_sum(top, q)
     q.sub_(p)
-    return log_sum - along
+    return log_sum - along, hit

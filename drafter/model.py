@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from drafter.attention import ttt_attention
 from drafter.config import DrafterConfig
-from drafter.fused import SharedWeight, rms_norm, swiglu
-from drafter.rope import RopeTable, rotate
+from drafter.flex import flex_ttt_attention
+from drafter.fused import RMSNorm, SharedRows, SharedWeight, rms_norm, swiglu, take_rows
+from drafter.heads import GroupedAttention, LatentAttention
+from drafter.rope import RopeTable
 from drafter.slots import SlotPlan, seen_token
 from hidden_states.errors import TrainingError
 
@@ -89,29 +91,6 @@ class TargetWeights:
         return TargetWeights(embedding, embedding if self.head is self.embedding else self.head.to(device, dtype))
 
 
-class RMSNorm(nn.Module):
-    """Holds an RMSNorm's weight; `rms_norm` does the work."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [R, size] -> the same shape."""
-        return rms_norm(x, self.weight, self.eps, out_dtype)
-
-
-class _Attention(nn.Module):
-    def __init__(self, c: DrafterConfig) -> None:
-        super().__init__()
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = nn.Linear(2 * c.hidden_size, q, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, kv, bias=False)
-        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
-
-
 class _MLP(nn.Module):
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
@@ -123,7 +102,7 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
-        self.self_attn = _Attention(c)
+        self.self_attn = LatentAttention(c) if c.latent else GroupedAttention(c)
         self.mlp = _MLP(c)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -149,7 +128,7 @@ class Eagle3Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", d2t.to(torch.int64))
-        self._rope = RopeTable(config.rope, config.head_dim)
+        self._rope = RopeTable(config.rope, config.rope_dim)
 
     @property
     def draft_ids(self) -> Tensor:
@@ -195,25 +174,20 @@ class Eagle3Drafter(nn.Module):
             return
         c, mid = self.config, self.midlayer
         wide = torch.promote_types(dtype, torch.float32)
-        kv = c.num_key_value_heads * c.head_dim
-        q_width = c.num_attention_heads * c.head_dim
-        attn = mid.self_attn
         ones = torch.ones((), dtype=wide, device=embedding.device)
-        # The attention's input is [norm(embedding), norm(state)]. The embedding's half of q, k and v belongs to a
-        # token, not to a slot or a step: it is made once per token and looked up at every step.
-        qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]).to(dtype)
-        qkv_embed, qkv_state = qkv.split(c.hidden_size, dim=1)
-        state_qkv = SharedWeight(qkv_state)
-        state_kv = qkv_state[q_width:]
-        out_proj = SharedWeight(attn.o_proj.weight.to(dtype))
-        gate = SharedWeight(mid.mlp.gate_proj.weight.to(dtype))
-        up = SharedWeight(mid.mlp.up_proj.weight.to(dtype))
+        # The attention's input is [norm(embedding), norm(state)]. The embedding's half of its first product belongs to
+        # a token, not to a slot or a step: it is made once per token and looked up at every step.
+        heads = mid.self_attn.heads(dtype)
+        into_embed, into_state = heads.into.split(c.hidden_size, dim=1)
+        shared_into, q_width = SharedWeight(into_state), heads.query_width
+        out_proj = SharedWeight(mid.self_attn.o_proj.weight.to(dtype))
+        gate_up = SharedWeight(torch.cat([mid.mlp.gate_proj.weight, mid.mlp.up_proj.weight]).to(dtype))
         down = SharedWeight(mid.mlp.down_proj.weight.to(dtype))
 
         tokens, token_of = _tokens_seen(plan, len(batch.input_ids))
         # The norm's weight goes into the matrix: frozen inputs then need no gradient, which saves a product.
         unit = rms_norm(embedding[batch.input_ids[tokens]], ones, c.rms_norm_eps, dtype)
-        embed = unit @ (qkv_embed * mid.input_layernorm.weight.to(dtype)).T  # [T, q + 2 kv]
+        embed = SharedRows(unit @ (into_embed * mid.input_layernorm.weight.to(dtype)).T)  # [T, width]
 
         aux = batch.aux if len(plan.context) == len(batch.aux) else batch.aux[plan.context]
         fc = self.fc.weight
@@ -222,39 +196,37 @@ class Eagle3Drafter(nn.Module):
             aux = rms_norm(aux, ones, c.rms_norm_eps, dtype)
         states = (aux.reshape(len(aux), -1).to(dtype) @ fc.to(dtype).T).to(wide)  # [C, H]
         normed = mid.hidden_norm(states, dtype)
-        positions = batch.positions[plan.context]
-        cos, sin = self._rope.at(positions, wide)
+        turn = self._rope.at(batch.positions[plan.context], wide)
         at_context = token_of[seen_token(plan.context, 0)]
-        k0, v0 = (normed @ state_kv.T + embed[at_context, q_width:]).split(kv, dim=-1)
-        keys = rotate(k0.reshape(len(k0), -1, c.head_dim), cos, sin).transpose(0, 1).contiguous()
-        values = v0.reshape(len(v0), -1, c.head_dim).transpose(0, 1).contiguous()
+        k0, v0 = heads.keys_values(normed @ into_state[q_width:].T + embed(at_context, -1, q_width), turn, 0)
+        keys, values = k0.transpose(0, 1).contiguous(), v0.transpose(0, 1).contiguous()
+
+        attend = flex_ttt_attention if keys.is_cuda else ttt_attention
 
         def step(j: int, state: Tensor, *later: Tensor) -> tuple[Tensor, ...]:
             """One step: the slots' states [R, H] and own later keys and values -> new states, new key, new value."""
             rows = plan.rows[j]
-            cos, sin = self._rope.at(batch.positions[rows] + j, wide)
-            given = embed[token_of[seen_token(rows, j)]]
+            turn = self._rope.at(batch.positions[rows] + j, wide)
+            given = embed(token_of[seen_token(rows, j)], j)
             normed = mid.hidden_norm(state, dtype)
             made: tuple[Tensor, ...] = ()
             if j == 0:
-                q = normed @ qkv_state[:q_width].T + given[:, :q_width]
+                q = normed @ into_state[:q_width].T + given[:, :q_width]
             else:
-                q, k, v = (state_qkv(normed, j) + given).split([q_width, kv, kv], dim=-1)
-                k = rotate(k.reshape(len(rows), -1, c.head_dim), cos, sin)
-                v = v.reshape(len(rows), -1, c.head_dim)
-                made = (k, v)
-            q = rotate(q.reshape(len(rows), -1, c.head_dim), cos, sin)
+                q, kv = (shared_into(normed, j) + given).tensor_split([q_width], dim=-1)
+                made = heads.keys_values(kv, turn, j)
+            q = heads.queries(q, turn, j)
             own_keys, own_values = [*later[::2], *made[:1]], [*later[1::2], *made[1:]]
-            mixed = ttt_attention(q, keys, values, own_keys, own_values, plan.context_of[j], plan.blocks[j])
+            mixed = attend(q, keys, values, own_keys, own_values, plan.context_of[j], plan.blocks[j], heads.scale)
             state = state + out_proj(mixed, j)
             normed = mid.post_attention_layernorm(state, dtype)
-            return state + down(swiglu(gate(normed, j), up(normed, j)), j), *made
+            return state + down(swiglu(gate_up(normed, j)), j), *made
 
-        state = states if len(plan.rows[0]) == len(states) else states[plan.context_of[0]]
+        state = take_rows(states, None if len(plan.rows[0]) == len(states) else plan.context_of[0])
         later: list[Tensor] = []
         for j in range(plan.steps):
             if (keep := plan.keep[j]) is not None:
-                state, later = state[keep], [x[keep] for x in later]
+                state, later = take_rows(state, keep), [take_rows(x, keep) for x in later]
             if recompute and torch.is_grad_enabled():
                 state, *made = checkpoint(step, j, state, *later, use_reentrant=False)
             else:
@@ -264,9 +236,9 @@ class Eagle3Drafter(nn.Module):
             if c.norm_output:
                 normed = self.norm(state, dtype)
                 state = normed.to(wide)
-                yield normed if scored is None else normed[scored]
+                yield take_rows(normed, scored)
             else:
-                yield self.norm(state if scored is None else state[scored], dtype)
+                yield self.norm(take_rows(state, scored), dtype)
 
 
 def _tokens_seen(plan: SlotPlan, n: int) -> tuple[Tensor, Tensor]:

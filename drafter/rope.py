@@ -67,7 +67,8 @@ class RopeTable:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates halves (not neighbours: NeoX style, as Llama's weights expect). x [R, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
+    """Turns the pairs (i, i + half) of x [R, heads, size], as Llama's weights expect, or `neighbours` (2i, 2i + 1), as
+    DeepSeek's do; these leave in the first form: query and key alike, so that their product is the same."""
+    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

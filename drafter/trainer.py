@@ -1,7 +1,8 @@
 """The training loop. One optimiser step sees `accumulate` packed rows per rank; its loss is their token-weighted mean.
 
 The same loop runs alone, in a thread (no signal handler, no global state but torch's random state on resume), and on
-every rank of an initialised `torch.distributed` group, over which the weights are then spread. Nothing here knows where batches come from or metrics go.
+every rank of an initialised `torch.distributed` group, over which the weights are then spread. Nothing here knows where
+batches come from or metrics go.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from drafter.acceptance import Figures, Tally
 from drafter.checkpoint import Checkpoint, CheckpointFolder
 from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
+from drafter.memory import freed_memory_kept
 from drafter.model import Batch, Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, plan_work
 from drafter.ranks import Ranks, whole, whole_weights
@@ -94,6 +96,10 @@ class Trainer:
 
         Raises: TrainingError on a loss or gradient that is not finite or jumps, naming the samples of that step.
         """
+        with freed_memory_kept():
+            return self._run()
+
+    def _run(self) -> TrainResult:
         self._resume()
         config, progress = self.config, self.progress
         began = time.monotonic() - progress.seconds

@@ -16,15 +16,31 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).sum() / len(x) + eps) * weight
 
 
-def turned(x: Tensor, position: int, theta: float) -> Tensor:
-    """Rope on one head: pairs (i, i + half) turned by position * theta^(-2i/size)."""
+def turned(x: Tensor, position: int, theta: float, neighbours: bool = False) -> Tensor:
+    """Rope on one head: pairs (i, i + half), or (2i, 2i + 1), turned by position * theta^(-2i/size)."""
     half = len(x) // 2
     out = [x[0]] * len(x)
     for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if neighbours else (i, i + half)
         angle = position * theta ** (-2 * i / len(x))
-        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
+        out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
     return torch.stack(out)
+
+
+def latent_heads(w: Weights, x: Tensor, position: int, theta: float, eps: float, heads: int, at: dict) -> tuple:
+    """Multi-head latent attention of one slot: query [heads, nope + rope], key the same, value [heads, v]."""
+    nope, rank = at["qk_nope_head_dim"], at["kv_lora_rank"]
+    q = w["self_attn.q_b_proj.weight"] @ norm(
+        w["self_attn.q_a_proj.weight"] @ x, w["self_attn.q_a_layernorm.weight"], eps
+    )
+    kv = w["self_attn.kv_a_proj_with_mqa.weight"] @ x
+    spread = w["self_attn.kv_b_proj.weight"] @ norm(kv[:rank], w["self_attn.kv_a_layernorm.weight"], eps)
+    shared = turned(kv[rank:], position, theta, neighbours=True)
+    q_heads, kv_heads = q.view(heads, -1), spread.view(heads, -1)
+    query = [torch.cat([h[:nope], turned(h[nope:], position, theta, neighbours=True)]) for h in q_heads]
+    key = [torch.cat([h[:nope], shared]) for h in kv_heads]
+    return torch.stack(query), torch.stack(key), torch.stack([h[nope:] for h in kv_heads])
 
 
 def counts(doc: list[int], learn: list[int], slot: int, step: int) -> bool:
@@ -49,6 +65,7 @@ def reference_loss(
     norm_output: bool,
     out_of_vocab: str,
     kind: str,
+    latent: dict | None = None,
 ) -> dict:
     """loss (differentiable), and per step: positions counted, with a loss, hits, chains alive before and after."""
     d2t = weights["d2t"].tolist()
@@ -73,6 +90,9 @@ def reference_loss(
                     continue
                 e = norm(embedding[ids[i + 1 + j]], w["input_layernorm.weight"], eps)
                 x = torch.cat([e, norm(state[i], w["hidden_norm.weight"], eps)])
+                if latent:
+                    after[i], keys[i, j], values[i, j] = latent_heads(w, x, i + j, theta, eps, heads, latent)
+                    continue
                 q = (w["self_attn.q_proj.weight"] @ x).view(heads, -1)
                 k = (w["self_attn.k_proj.weight"] @ x).view(kv_heads, -1)
                 values[i, j] = (w["self_attn.v_proj.weight"] @ x).view(kv_heads, -1)
@@ -82,7 +102,7 @@ def reference_loss(
                 seen = [(s, 0) for s in range(i + 1)] + [(i, later) for later in range(1, j + 1)]
                 mixed = []
                 for a in range(heads):
-                    g = a // (heads // kv_heads)
+                    g = a if latent else a // (heads // kv_heads)
                     scores = torch.stack([q[a] @ keys[place][g] for place in seen]) / math.sqrt(q.shape[1])
                     share = scores.softmax(0)
                     mixed.append(sum(share[n] * values[place][g] for n, place in enumerate(seen)))

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from drafter.attention import ttt_attention
+from drafter.flex import flex_ttt_attention
 from drafter.fused import SharedWeight, rms_norm, swiglu
 from drafter.slots import plan_slots
 
 
 def dense(q, keys, values, later_keys, later_values, places, doc_of_context, doc_of_query):
     """The textbook mask written out: every context key, and every later key of every slot."""
-    rows, heads, size = q.shape
+    rows, heads, _ = q.shape
     groups = heads // keys.shape[0]
     keys, values = (x.repeat_interleave(groups, 0) for x in (keys, values))
     scores = [torch.einsum("rhd,hcd->hrc", q, keys)]
@@ -22,14 +23,16 @@ def dense(q, keys, values, later_keys, later_values, places, doc_of_context, doc
         allowed.append(torch.eye(rows, dtype=torch.bool))
         extra.append(v.transpose(0, 1))
     mask = torch.cat(allowed, -1)
-    weights = (torch.cat(scores, -1) * size**-0.5).masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("hrc,hcd->rhd", weights, torch.cat([values, *extra], 1)).reshape(rows, heads * size)
+    weights = (torch.cat(scores, -1) * 0.5).masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hrc,hcd->rhd", weights, torch.cat([values, *extra], 1)).reshape(rows, -1)
 
 
 @pytest.mark.parametrize("query_block", [1, 3, 128])
 @pytest.mark.parametrize("later", [0, 1, 3])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(query_block, later, heads, kv_heads) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "value"), [(4, 4, 6), (6, 2, 4), (3, 1, 4)])
+def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(
+    query_block, later, heads, kv_heads, value
+) -> None:
     g = torch.Generator().manual_seed(query_block * 100 + later * 10 + heads)
     docs = torch.tensor([0] * 7 + [1] * 2 + [2] * 8)
     used = torch.rand(1, len(docs), generator=g) < 0.6
@@ -39,11 +42,11 @@ def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(query_block
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
 
-    q, keys, values = random(rows, heads, 4), random(kv_heads, context, 4), random(kv_heads, context, 4)
-    ks, vs = ([random(rows, kv_heads, 4) for _ in range(later)] for _ in range(2))
+    q, keys, values = random(rows, heads, 4), random(kv_heads, context, 4), random(kv_heads, context, value)
+    ks, vs = ([random(rows, kv_heads, size) for _ in range(later)] for size in (4, value))
     inputs = [q, keys, values, *ks, *vs]
-    weight = torch.randn(rows, heads * 4, generator=g, dtype=torch.float64)
-    ours = ttt_attention(q, keys, values, ks, vs, plan.context_of[0], plan.blocks[0])
+    weight = torch.randn(rows, heads * value, generator=g, dtype=torch.float64)
+    ours = ttt_attention(q, keys, values, ks, vs, plan.context_of[0], plan.blocks[0], 0.5)
     theirs = dense(q, keys, values, ks, vs, plan.context_of[0], docs[plan.context], docs[plan.rows[0]])
     assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
     for a, b in zip(
@@ -53,11 +56,27 @@ def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(query_block
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("later", [0, 2])
+@pytest.mark.parametrize(("heads", "kv_heads", "value"), [(4, 4, 32), (6, 2, 16)])
+def test_the_form_for_gpus_gives_the_same_attention(later, heads, kv_heads, value) -> None:
+    """Forward only: torch has no backward pass of flex attention on a CPU."""
+    g = torch.Generator().manual_seed(heads + later)
+    docs = torch.tensor([0] * 40 + [1] * 3 + [2] * 30)
+    plan = plan_slots(torch.rand(1, len(docs), generator=g) < 0.6, docs, 16)
+    rows, context = len(plan.rows[0]), len(plan.context)
+    q, keys, values = (
+        torch.randn(*s, generator=g) for s in ((rows, heads, 16), (kv_heads, context, 16), (kv_heads, context, value))
+    )
+    ks, vs = ([torch.randn(rows, kv_heads, n, generator=g) for _ in range(later)] for n in (16, value))
+    given = (q, keys, values, ks, vs, plan.context_of[0], plan.blocks[0], 0.3)
+    assert torch.allclose(flex_ttt_attention(*given), ttt_attention(*given), atol=2e-6)
+
+
 def test_a_far_larger_score_in_the_future_does_not_leak_into_the_softmax() -> None:
     q = torch.ones(3, 1, 2)
     keys = torch.tensor([[[0.0, 0.0], [1.0, 1.0], [1e4, 1e4]]])
     values = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]])
-    out = ttt_attention(q, keys, values, [], [], torch.arange(3), [(0, 3, 0, 3)])
+    out = ttt_attention(q, keys, values, [], [], torch.arange(3), [(0, 3, 0, 3)], 1.0)
     assert out[0].tolist() == [1.0, 0.0]
     assert float(out[1].max()) < 1.0
     assert out[2].tolist() == [9.0, 9.0]
@@ -65,13 +84,13 @@ def test_a_far_larger_score_in_the_future_does_not_leak_into_the_softmax() -> No
 
 def test_fused_pieces_equal_their_compositions() -> None:
     g = torch.Generator().manual_seed(0)
-    x, w, gate, up = (
-        torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in ((5, 6), (6,), (5, 6), (5, 6))
+    x, w, gate_up = (
+        torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in ((5, 6), (6,), (5, 12))
     )
     assert torch.allclose(rms_norm(x, w, 1e-5), torch.nn.functional.rms_norm(x, (6,), w, 1e-5))
-    assert torch.allclose(swiglu(gate, up), torch.nn.functional.silu(gate) * up)
+    assert torch.allclose(swiglu(gate_up), torch.nn.functional.silu(gate_up[:, :6]) * gate_up[:, 6:])
     assert torch.autograd.gradcheck(lambda *a: rms_norm(*a, 1e-5), (x, w))
-    assert torch.autograd.gradcheck(swiglu, (gate, up))
+    assert torch.autograd.gradcheck(swiglu, (gate_up,))
 
 
 def test_a_shared_weight_gathers_the_gradient_of_all_its_uses() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from drafter.config import DrafterConfig, resolve_rope
+from drafter.config import DrafterConfig, LatentSizes, resolve_rope
 from drafter.export import compare_keys, engine_config, expected_shapes, export_drafter
 from drafter.inspect import inspect_drafter
 from drafter.model import TargetWeights
@@ -34,6 +34,8 @@ KIMI = {
         },
     },
 }  # fmt: skip
+LATENT = LatentSizes(6, 5, 3, 4, 2)
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 6,
     "max_position_embeddings": 128, "rope_theta": 10000.0,
@@ -57,12 +59,17 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("latent", [None, LATENT])
 @pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_key_set_is_exactly_what_sglang_consumes(tmp_path, fc_norm) -> None:
-    folder = exported(tmp_path, fc_norm=fc_norm)
+def test_the_key_set_is_exactly_what_sglang_consumes(tmp_path, fc_norm, latent) -> None:
+    folder = exported(tmp_path, fc_norm=fc_norm, latent=latent)
     weights = load_file(folder / "model.safetensors")
-    assert {n: tuple(w.shape) for n, w in weights.items()} == expected_shapes(small_config(fc_norm=fc_norm))
+    assert {n: tuple(w.shape) for n, w in weights.items()} == expected_shapes(
+        small_config(fc_norm=fc_norm, latent=latent)
+    )
     assert ("fc_norm.2.weight" in weights) is fc_norm
+    assert ("midlayer.self_attn.kv_b_proj.weight" in weights) is bool(latent)
+    assert inspect_drafter(folder, target_folder(tmp_path)).problems == []
 
 
 @pytest.mark.parametrize("spoil", ["missing", "unknown", "shape"])
@@ -129,7 +136,9 @@ def test_vllm_gets_boundaries_and_its_own_names(tmp_path) -> None:
     assert not any("midlayer" in name for name in load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.parametrize("changes", [{"fc_norm": True}, {"norm_output": True}, {"after_block": (1, 3)}])
+@pytest.mark.parametrize(
+    "changes", [{"fc_norm": True}, {"norm_output": True}, {"latent": LATENT}, {"after_block": (1, 3)}]
+)
 def test_what_vllm_cannot_express_is_refused(tmp_path, changes) -> None:
     drafter, _ = random_drafter(small_config(**changes), torch.Generator().manual_seed(0), torch.float32)
     with pytest.raises(TrainingError, match="SGLang"):
@@ -156,6 +165,11 @@ def test_a_config_follows_its_target() -> None:
     ids = engine_config(kimi, torch.bfloat16, "sglang")["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert ids == [3, 31, 59]
     assert DrafterConfig.from_json(kimi.to_json()) == kimi
+    sizes = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    with_sizes = {**KIMI, "text_config": {**KIMI["text_config"], **sizes}}
+    latent = DrafterConfig.from_target(with_sizes, [2, 30, 58], 32000, latent_attention=True)
+    assert latent.latent == LatentSizes(1536, 512, 128, 64, 128) and latent.rope_dim == 64
+    assert DrafterConfig.from_json(latent.to_json()) == latent
     assert DrafterConfig.from_target(SMOLLM2, [1], 100, intermediate_size=64).intermediate_size == 64
 
 
@@ -170,6 +184,8 @@ def test_a_config_follows_its_target() -> None:
         ({}, [1], 4096, {"hidden_size": 512}, "576"),
         ({}, [1], 4096, {"width": 512}, "width"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, [1], 4096, {}, "longrope"),
+        ({}, [1], 4096, {"latent_attention": True}, "without q_lora_rank"),
+        ({}, [1], 4096, {"latent": LATENT, "rope": LINEAR_ROPE}, "takes any other scaling"),
         ({"final_logit_softcapping": 30.0}, [1], 4096, {}, "softcapping"),
     ],
 )

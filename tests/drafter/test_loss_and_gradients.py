@@ -1,11 +1,14 @@
 """The trainer's loss and every gradient, against the plain reference."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drafter.acceptance import Tally
+from drafter.config import LatentSizes
 from drafter.loss import LossConfig
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, plan_work
@@ -46,6 +49,7 @@ def reference(
         weights, documents, target.embedding, target.head, heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
         steps=steps, theta=c.rope["rope_theta"], eps=c.rms_norm_eps, decay=loss.decay, fc_norm=c.fc_norm,
         norm_output=c.norm_output, out_of_vocab=loss.out_of_vocab, kind=loss.kind,
+        latent=asdict(c.latent) if c.latent else None,
     )  # fmt: skip
     if out["loss"].requires_grad:
         out["loss"].backward()
@@ -81,14 +85,16 @@ def assert_equal(drafter, target, documents, steps, loss, recompute=False) -> No
     blocks=st.sampled_from([(0, 2, 4), (1, 3)]),
     chunk_rows=st.sampled_from([1, 3, 512]),
     recompute=st.booleans(),
+    latent=st.sampled_from([None, None, LatentSizes(6, 5, 3, 4, 2), LatentSizes(4, 8, 2, 2, 5)]),
 )
 def test_loss_every_gradient_and_every_count_equal_the_plain_reference(
-    seed, steps, heads, lengths, draft_vocab, fc_norm, norm_output, out_of_vocab, kind, blocks, chunk_rows, recompute
-) -> None:
+    seed, steps, heads, lengths, draft_vocab, fc_norm, norm_output, out_of_vocab, kind, blocks, chunk_rows, recompute,
+    latent,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     config = small_config(
         num_attention_heads=heads[0], num_key_value_heads=heads[1], draft_vocab_size=draft_vocab, fc_norm=fc_norm,
-        norm_output=norm_output, after_block=blocks,
+        norm_output=norm_output, after_block=blocks, latent=latent,
     )  # fmt: skip
     drafter, target = random_drafter(config, generator)
     documents = [document(generator, n, config) for n in lengths]

@@ -50,11 +50,13 @@ VARIANTS = [
     ("llama", (1, 2, 4), {"rope": LLAMA3}),
     # A DeepSeek target, whose layer ids SGLang takes literally; EAGLE-3.1's norms.
     ("deepseek_v3", (2, 3, 4), {"fc_norm": True, "norm_output": True, "head_dim": 32, "num_key_value_heads": 2}),
+    # The same target; a drafter with its latent attention, in yarn's rope.
+    ("deepseek_v3", (2, 3, 4), {"latent_attention": True, "fc_norm": True}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "blocks", "overrides"), VARIANTS, ids=[v[0] for v in VARIANTS])
+@pytest.mark.parametrize(("kind", "blocks", "overrides"), VARIANTS, ids=["llama", "deepseek", "latent"])
 def test_what_sglang_proposes_is_what_the_drafter_computes(tmp_path, kind, blocks, overrides) -> None:
     target = make_tiny(kind, tmp_path / "target")
     config = DrafterConfig.from_target(read_target_config(target), blocks, 300, **overrides)
