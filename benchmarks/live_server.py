@@ -1,13 +1,15 @@
 """Extraction from a server that others use: eight clients chat while 200 samples are captured.
 
-    python -m benchmarks.live_server
+    python -m benchmarks.live_server [--samples N]
 
 One server in mode `opted-in` with the prefix cache on. The samples are sent in rounds: once with request ids that opt
-in, once under other ids, so that the clients' latency is compared between the same loads, minutes apart, with and
-without capture. The last line is one JSON object: `samples`, `complete` dumps, `foreign` dumps, `clients_failed`,
-`client_latency_ratio` (median with capture over median without; 95 % interval from resampling rounds beside it).
+in, once under other ids, so that the clients' latency is compared between the same loads (clients and extraction),
+seconds apart, with and without capture. The last line is one JSON object: `samples`, `complete` dumps, `foreign` dumps,
+`clients_failed`, `client_latency_ratio` (median with capture over median without; 95 % interval from resampling rounds
+beside it).
 """
 
+import argparse
 import json
 import os
 import random
@@ -25,8 +27,7 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from tests.tiny_models import make_tiny
 
-SAMPLES = 200
-ROUNDS = 10
+ROUNDS = 20
 REPEATS = 4  # each sample is sent so often, so that a round lasts long enough for clients to notice
 CLIENTS = 8
 IN_FLIGHT = 2  # SGLang prefers prefills to decoding: many at once would starve the clients, captured or not
@@ -83,8 +84,11 @@ def send_round(served: Served, prefix: str, samples: dict[str, list[int]]) -> tu
 
 def main() -> None:
     """Run the load and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=200)
+    count = parser.parse_args().samples
     rng = random.Random(1)
-    samples = {f"s{n}": prompt(48, 0) + prompt(rng.randint(40, 300), n) for n in range(SAMPLES)}
+    samples = {f"s{n}": prompt(48, 0) + prompt(rng.randint(40, 300), n) for n in range(count)}
     names = list(samples)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -93,7 +97,7 @@ def main() -> None:
             clients = Clients(served)
             send_round(served, "warm-up-", dict(list(samples.items())[:8]))
             spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-            for number in range(ROUNDS):
+            for number in range(min(ROUNDS, count)):
                 part = {name: samples[name] for name in names[number::ROUNDS]}
                 for capture in (True, False) if number % 2 else (False, True):
                     prefix = contract.OPT_IN_PREFIX if capture else "plain-"
@@ -112,7 +116,7 @@ def main() -> None:
     ]  # fmt: skip
     ratio, low, high = ratio_of_medians(pairs)
     result = {
-        "samples": SAMPLES,
+        "samples": count,
         "complete": complete,
         "foreign": len(foreign),
         "clients": CLIENTS,
