@@ -8,7 +8,7 @@ faults hit it at random moments:
     uploader   kill -9 of the command while an object is on its way to the bucket (held there by a proxy): the shard, or
                the sidecar that would have made it count
 
-Half of the jobs let Eyas start the server, half capture from one that runs on (so a killed command leaves requests and
+One job of three lets Eyas start the server, two capture from one that runs on (so a killed command leaves requests and
 dumps behind). Real SGLang, a real S3 server, real Prefect. Afterwards every planned sample must be stored exactly once
 or quarantined with a reason, with the tokens and mask that were planned and the states that a transformers forward of
 its own gives. Prints one JSON object:
@@ -243,7 +243,7 @@ def main() -> None:
         while campaign.left > 0:
             with ExitStack() as server:
                 recipe, kinds = own, ["server", "server", "flow", "uploader"]
-                if number % 2:
+                if number % 3:
                     runs_on = server.enter_context(_server(model, folder / f"server-{number}", home / "dumps"))
                     sections["server"] = {"env": {}, "url": runs_on.base_url, "dump_dir": str(home / "dumps")}
                     recipe = tiny_recipe(home, **sections)
