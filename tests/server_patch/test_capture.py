@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas_capture import contract
+from eyas_capture import contract, writer
 from eyas_capture.capture import Capture
 from eyas_capture.identity import Identity
 from eyas_capture.layers import CaptureLayers
@@ -71,9 +72,10 @@ class Model:
 class Bench:
     """A capture with its model and writer; `run` is one scheduler step."""
 
-    def __init__(self, folder: Path, mode: str = "all", packed: bool = True) -> None:
+    def __init__(self, folder: Path, mode: str = "all", packed: bool = True, queue_bytes: int = 0) -> None:
+        """With `queue_bytes` the queue is that long, and does not wait for the disk."""
         self.model = Model(packed)
-        self.writer = Writer(Identity(folder, None, {}), 1 << 20, wait_when_full=True)
+        self.writer = Writer(Identity(folder, None, {}), queue_bytes or 1 << 20, wait_when_full=not queue_bytes)
         layers = CaptureLayers(self.model.llama, AFTER_BLOCK)
         self.capture = Capture(layers, mode, self.writer, torch.device("cpu"))
         self.writer.start(lambda: None)
@@ -256,6 +258,24 @@ def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:
     bench.run([(theirs, 0, 6), (ours, 0, 7), (Request("more", 3), 0, 3)])
     bench.run([(Request("alone", 5), 0, 5)])
     assert bench.end().keys() == {ours.rid}
+
+
+def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write_states = threading.Event(), writer.write_states
+    monkeypatch.setattr(writer, "write_states", lambda *args: (gate.wait(30), write_states(*args))[1])
+    bench = Bench(tmp_path, queue_bytes=4000)
+    for name in ("fits", "skipped"):
+        bench.run([(Request(name, 50), 0, 50)])
+    gate.set()
+    with bench.writer._room:
+        assert bench.writer._room.wait_for(lambda: not bench.writer._waiting, 10)
+    bench.run([(Request("later", 50), 0, 50)])
+    records = bench.end()
+    assert records["skipped"]["incomplete_reason"] == contract.QUEUE_FULL and records["skipped"]["spans"] == []
+    assert records["fits"]["complete"] and records["later"]["complete"]
+    assert bench.totals["queue_peak_bytes"] <= 4000 and bench.totals["queue_bytes"] == 0
 
 
 def test_health_probes_are_never_captured(bench: Bench) -> None:
