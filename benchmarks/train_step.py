@@ -2,13 +2,14 @@
 
     .venv/bin/python -m benchmarks.train_step --ttt 3
     .venv/bin/python -m benchmarks.train_step --ttt 7 --share 0.1           # 10% of the tokens to learn
-    .venv/bin/python -m benchmarks.train_step --batch-file B --weights-file W --target DIR --peer-loss automodel
+    .venv/bin/python -m benchmarks.train_step --batch B --weights W --target DIR --peer-loss automodel
 
 Without files it makes a batch of the reported configuration (hidden 576, intermediate 1536, 9 query and 3 key/value
 heads of 64, draft vocabulary 8192 of 49152, 2 documents of 512 tokens, 45% of them to learn) from random numbers: time
 does not depend on the values. With files, any trainer can be run on the very same tensors:
 
     batch file     input_ids [B,S], loss_mask [B,S], aux [B,S,3H], final_postnorm or final [B,S,H], unshifted
+                   (or all of them without B)
     weights file   midlayer.*, fc.weight, norm.weight, lm_head.weight, d2t
     target         Hugging Face folder: the frozen embedding and head
 
@@ -55,7 +56,9 @@ class Row:
 
 
 def packed(ids: Tensor, mask: Tensor, aux: Tensor, final: Tensor) -> Row:
-    """[B, S] tensors as one row of B documents."""
+    """[B, S] tensors as one row of B documents; without the first axis one document."""
+    if ids.dim() == 1:
+        ids, mask, aux, final = ids[None], mask[None], aux[None], final[None]
     batch, length = ids.shape
     return Row(
         ids.reshape(-1), mask.reshape(-1), aux.reshape(batch * length, -1, final.shape[-1]),
@@ -138,11 +141,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--share", type=float, help="share of the tokens to learn, at the end of each document")
-    parser.add_argument("--batch-file", type=Path)
-    parser.add_argument("--weights-file", type=Path)
+    parser.add_argument("--batch", type=Path, metavar="FILE")
+    parser.add_argument("--weights", type=Path, metavar="FILE")
     parser.add_argument("--target", type=Path)
     parser.add_argument("--peer-loss", choices=["automodel"])
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -158,10 +161,10 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
     config = default_config()
     drafter, target = fresh(config, TARGET_VOCAB)
-    if args.batch_file:
-        if not (args.weights_file and args.target):
-            parser.error("--batch-file needs --weights-file and --target")
-        tensors, weights = load_file(args.batch_file), load_file(args.weights_file)
+    if args.batch:
+        if not (args.weights and args.target):
+            parser.error("--batch needs --weights and --target")
+        tensors, weights = load_file(args.batch), load_file(args.weights)
         final = tensors["final_postnorm"] if "final_postnorm" in tensors else tensors["final"]
         parts = (tensors["input_ids"], tensors["loss_mask"], tensors["aux"], final)
         drafter = Eagle3Drafter(config.with_draft_vocab(len(weights["d2t"])), weights["d2t"])
@@ -169,7 +172,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         target = TargetWeights.load(args.target)
         config = drafter.config
     else:
-        parts = made_up(args.batch, args.length)  # type: ignore[assignment]
+        parts = made_up(args.documents, args.length)  # type: ignore[assignment]
     ids, mask, aux, final = parts
     if args.share is not None:
         mask = learn_share(mask, args.share)
@@ -177,7 +180,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     teacher = Teacher(target.to("cpu", dtype), drafter.draft_ids)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     # Random states' arg-max is seldom in the draft vocabulary; the made-up batch must not be dropped for that.
-    loss = LossConfig(out_of_vocab="drop" if args.batch_file else "renormalise")
+    loss = LossConfig(out_of_vocab="drop" if args.batch else "renormalise")
 
     def plan() -> Work:
         if args.peer_loss == "automodel":
@@ -216,7 +219,8 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
                 "benchmark": "train_step", "tokens_per_s": round(tokens / median, 1),
                 "best_tokens_per_s": round(tokens / min(seconds), 1),
                 "tokens_per_cpu_s": round(tokens / statistics.median(cpu_seconds), 1), "peak_rss_mb": peak,
-                "losses": losses, "ttt": args.ttt, "dtype": args.dtype, "batch": ids.shape[0], "length": ids.shape[1],
+                "losses": losses, "ttt": args.ttt, "dtype": args.dtype, "batch": int(row.doc_ids[-1]) + 1,
+                "length": ids.shape[-1],
                 "counted_share": round(float(work.counted[0].float().mean()), 4), "scored_per_step": work.scored(),
                 "step_s": [round(s, 4) for s in seconds], "threads": args.threads,
                 "matrix_gflops": round(rate / 1e9, 1),

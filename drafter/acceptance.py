@@ -19,6 +19,8 @@ class Tally:
     hits: Tensor  # of these, where the drafter's arg-max is the teacher's
     reached: Tensor  # slots counted at every step up to here, all earlier steps hits
     accepted: Tensor  # of these, hits here too
+    verifications: Tensor  # of a server that drafts this many tokens at a time (1 to K), replayed over the replies
+    replayed: Tensor  # drafted tokens these accept
     loss: Tensor
     entropy: Tensor
     learned: Tensor  # [] tokens to learn
@@ -62,6 +64,7 @@ class Tally:
             top1_in_vocab=share(self.hits, self.in_vocab),
             conditional_acceptance=conditional,
             acceptance_length=simulated_acceptance_length(conditional),
+            replayed_acceptance_length=[1.0 + x for x in share(self.replayed, self.verifications)],
             teacher_in_vocab=share(self.in_vocab, self.counted)[0],
             coverage=float(self.covered / self.learned) if self.learned else 0.0,
             teacher_entropy=share(self.entropy, self.scored)[0],
@@ -73,8 +76,10 @@ class Tally:
 class Figures:
     """loss: sum of decay^j x the mean at step j. top1: over all counted positions, a teacher arg-max outside the draft
     vocabulary is a miss; top1_in_vocab: over the others. conditional_acceptance: hits where all earlier steps hit.
-    acceptance_length: simulated, tokens per verification (1 = the drafter never helps). teacher_in_vocab: share of
-    counted positions whose teacher arg-max the draft vocabulary holds. coverage: share of tokens to learn it holds.
+    acceptance_length: simulated, tokens per verification (1 = the drafter never helps). replayed_acceptance_length: of
+    a server that drafts 1, 2, ... K tokens at a time and verifies only where the last leap ended: what it would measure
+    on replies that the target wrote itself, greedily. teacher_in_vocab: share of counted positions whose teacher
+    arg-max the draft vocabulary holds. coverage: share of tokens to learn it holds.
     teacher_entropy: nats, at step 0, within the draft vocabulary. positions: counted at step 0."""
 
     loss: float
@@ -83,6 +88,7 @@ class Figures:
     top1_in_vocab: list[float]
     conditional_acceptance: list[float]
     acceptance_length: float
+    replayed_acceptance_length: list[float]
     teacher_in_vocab: float
     coverage: float
     teacher_entropy: float
@@ -142,4 +148,32 @@ def tally_batch(
     tally.hits += hits.sum(1).cpu()
     tally.reached += reached.sum(1).cpu()
     tally.accepted += alive.sum(1).cpu()
+    for limit, (verifications, accepted) in enumerate(replay(counted[0], alive)):
+        tally.verifications[limit] += verifications
+        tally.replayed[limit] += accepted
     return tally
+
+
+def replay(begins: Tensor, alive: Tensor) -> list[tuple[int, int]]:
+    """Verifications and accepted tokens of a server that drafts 1, 2, ... K tokens, over whole replies.
+
+    A verification at a slot accepts the tokens drafted there up to the first miss and adds one of the target's own; the
+    next is as many slots further on. Averages over *all* slots are higher: easy stretches are passed in one leap.
+
+    Args:
+        begins: bool [N], slots a verification may be at; each run of them is one reply.
+        alive: bool [K, N], hit at this step and all earlier ones.
+    """
+    can_begin, runs = begins.tolist(), alive.sum(0).tolist()
+    out = []
+    for limit in range(1, len(alive) + 1):
+        verifications = accepted = slot = 0
+        while slot < len(runs):
+            if not can_begin[slot]:
+                slot += 1
+                continue
+            leap = min(runs[slot], limit)
+            verifications, accepted = verifications + 1, accepted + leap
+            slot += leap + 1  # replies lie two slots or more apart: this never passes over the next one's first
+        out.append((verifications, accepted))
+    return out

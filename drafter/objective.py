@@ -1,7 +1,9 @@
 """From a packed row to a loss: which slots, which teacher, which weights, and the tally of what came out."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,20 @@ class Teacher:
         if top is None:
             return batch.final[tokens].to(dtype)
         return TeacherLogits(self.draft_of[top.ids[tokens].long()], top.logits[tokens].float())
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    """The row with its tensors on a device; itself when they are there."""
+    if batch.input_ids.device == device:
+        return batch
+    there: dict[str, Any] = {
+        name: value.to(device, non_blocking=True) for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    if (top := top_of(batch)) is not None:
+        there["top"] = TopLogits(top.ids.to(device), top.logits.to(device))
+    moved = copy.copy(batch)
+    vars(moved).update(there)
+    return moved
 
 
 def top_of(batch: Batch) -> TopLogits | None:

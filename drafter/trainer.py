@@ -24,7 +24,7 @@ from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
 from drafter.memory import freed_memory_kept
 from drafter.model import Batch, Eagle3Drafter, TargetWeights
-from drafter.objective import Teacher, batch_loss, plan_work
+from drafter.objective import Teacher, batch_loss, placed, plan_work
 from drafter.ranks import Ranks, whole, whole_weights
 from hidden_states.errors import TrainingError
 
@@ -155,7 +155,8 @@ class Trainer:
             self._epoch_rows = progress.in_epoch + left if left else 0
             rows = iter(self._stream)
             while not self._leaving():
-                group = [row for _, row in zip(range(self.config.accumulate), rows, strict=False)]
+                taken = zip(range(self.config.accumulate), rows, strict=False)
+                group = [placed(row, self.device) for _, row in taken]
                 if not self.ranks.anywhere(bool(group)):
                     break
                 yield group
@@ -311,6 +312,7 @@ def evaluate(
     tally, ranks = Tally.zeros(steps), Ranks(drafter.d2t.device)
     with ranks.gathered(drafter):
         for batch in batches:
+            batch = placed(batch, drafter.d2t.device)
             work = plan_work(batch, teacher, steps, loss)
             tally.add(batch_loss(drafter, batch, work, teacher, [1.0] * steps, loss, dtype)[1])
     sums = tally.flat().to(drafter.d2t.device)

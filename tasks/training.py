@@ -126,6 +126,7 @@ def train_drafter(job: Job) -> None:
         "loss_last": round(result.loss_last, 4),
         "held_out_top1": [round(x, 4) for x in figures.top1],
         "predicted_acceptance_length": round(simulated_acceptance_length(conditional), 4),
+        "replayed_acceptance_length": round(figures.replayed_acceptance_length[len(conditional) - 1], 4),
     }
 
 

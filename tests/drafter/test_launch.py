@@ -1,0 +1,93 @@
+"""The command that torchrun starts on every machine: one committed dataset, stopped, continued, exported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drafter.inspect import inspect_drafter
+from drafter.launch import read_course
+from drafter.trainer import STOPPED_EXIT_CODE
+from hidden_states.dataset import DatasetWriter
+from hidden_states.errors import TrainingError
+from hidden_states.plan import plan_batches
+from hidden_states.shard import pack_shard
+from hidden_states.store import open_store
+from hidden_states.vocab import build_vocab_map, count_tokens
+from tests.hidden_states.stored import FINGERPRINT, Capture, make_samples
+from tests.servers import REPOSITORY
+
+HIDDEN, VOCAB = 8, 1000
+
+
+def course_file(folder: Path, **train: object) -> Path:
+    """A target, a committed dataset of twelve samples, and a course over it."""
+    target = folder / "target"
+    target.mkdir()
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(shape))
+    save_file({"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN)}, target / "model.safetensors")
+    samples = make_samples([20] * 12)
+    dumps = Capture(folder / "dumps", HIDDEN).dumps(samples)
+    store = open_store(f"file://{folder}/store")
+    writer = DatasetWriter(store, "data", FINGERPRINT)
+    batches = plan_batches(samples, 60)
+    for batch in batches:
+        writer.commit_batch(pack_shard(batch, dumps, folder / "shard"))
+    vocab = build_vocab_map(count_tokens(samples, VOCAB), 100)
+    writer.commit_manifest(
+        [b.id for b in batches], vocab_map=vocab.to_bytes(), coverage=vocab.coverage,
+        held_out={s.id for s in samples[:2]},
+    )  # fmt: skip
+    course = {
+        "dataset": f"file://{folder}/store/data", "target": str(target), "checkpoints": str(folder / "checkpoints"),
+        "export": str(folder / "drafter"), "batch_tokens": 40,
+        "train": {"ttt_steps": 2, "loss": {"out_of_vocab": "renormalise"}, "schedule": {"lr": 1e-3}, **train},
+    }  # fmt: skip
+    path = folder / "course.json"
+    path.write_text(json.dumps(course))
+    return path
+
+
+@pytest.mark.slow
+def test_a_course_is_stopped_and_continued_on_two_ranks(tmp_path) -> None:
+    course = course_file(tmp_path, max_steps=400_000)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.Popen(
+        [sys.executable, "-m", "drafter.launch", course], cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert alone.stdout is not None
+    assert any(line.startswith("step 3:") for line in alone.stdout)
+    alone.send_signal(signal.SIGTERM)
+    alone.stdout.read()
+    assert alone.wait(60) == STOPPED_EXIT_CODE
+    (stopped,) = (int(p.name.removeprefix("step-")) for p in (tmp_path / "checkpoints").glob("step-*"))
+
+    given = json.loads(course.read_text())
+    given["train"]["max_steps"] = stopped + 4
+    course.write_text(json.dumps(given))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drafter.launch",
+         str(course)], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["ranks"] == 2 and said["steps"] == stopped + 4
+    assert inspect_drafter(tmp_path / "drafter", tmp_path / "target").problems == []
+
+
+def test_a_course_with_wrong_keys_is_refused(tmp_path) -> None:
+    path = tmp_path / "course.json"
+    path.write_text(json.dumps({"dataset": "file:///x", "exprot": "y"}))
+    with pytest.raises(TrainingError, match=r"target is missing.*exprot is not known"):
+        read_course(path)
