@@ -25,7 +25,7 @@ def published_config(folder: str | Path, target: dict[str, Any]) -> DrafterConfi
     """The shape of a drafter in the layout of SGLang, SpecForge (the same), vLLM or speculators.
 
     Captured blocks: as they were written where Eyas wrote them; boundaries (id k = output of block k - 1) in the last
-    two; else as SGLang reads them for this target. Without ids, SGLang's own default: outputs of blocks 1, n/2 - 1, n - 4.
+    two; else as SGLang reads them for this target. Without ids, SGLang's own default: blocks 1, n/2 - 1 and n - 4.
 
     Args:
         target: `config.json` of the model it drafts for.
