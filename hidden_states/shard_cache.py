@@ -149,9 +149,9 @@ class ShardCache:
         self._make_room()
         part = self._folder / f".part-{uuid.uuid4().hex}"
         try:
-            digest = self._dataset.store.download(key, record.size, part)
-            if digest.sha256 != record.sha256:
-                raise damaged(self._dataset.store.object_uri(key), f"sha256 {digest.sha256[:16]}")
+            sha256 = self._dataset.store.fetch(key, record.size, part)
+            if sha256 != record.sha256:
+                raise damaged(self._dataset.store.object_uri(key), f"sha256 {sha256[:16]}")
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

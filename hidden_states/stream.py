@@ -1,6 +1,7 @@
 """Streaming a dataset into a trainer: packed batches, the same for the same seed, each sample once an epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hidden_states.batch_memory import BatchMemory
 from hidden_states.dataset import Dataset
 from hidden_states.encoding import TOP_K
 from hidden_states.errors import DatasetError, RecipeError, TrainingError
@@ -20,6 +22,7 @@ from hidden_states.top_k import TopLogits
 
 CACHE_BYTES = 32 << 30
 WINDOW_SHARDS = 4
+PACK_THREADS = 2  # copies wait for memory, not for a core
 _SAME = ("dataset", "seed", "split", "batch_tokens", "window_shards")  # what a saved position has a meaning for
 
 
@@ -155,15 +158,17 @@ class SampleStream(IterableDataset[PackedBatch]):
         mine = batches_of(start, len(batches), self.rank, self.world, number, workers)
         needs = self._needs([batches[index] for index in mine])
         cache = ShardCache(self.dataset, needs, *self._room(needs), self._verified)
+        packers, memory = ThreadPoolExecutor(PACK_THREADS, thread_name_prefix="eyas-pack"), BatchMemory()
         try:
             for position, index in enumerate(mine):
                 step = (index - start) // self.world
                 resume_at = min(start + (step + 1) * self.world, len(batches))
-                batch = self._pack(cache, batches[index], index, resume_at)
+                batch = self._pack(cache, memory, packers, batches[index], index, resume_at)
                 cache.done_with(position)
                 self._next = resume_at
                 yield batch
         finally:
+            packers.shutdown()
             cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,26 +208,35 @@ class SampleStream(IterableDataset[PackedBatch]):
             raise RecipeError("cache_bytes", found, None, "Raise it, or lower window_shards.")
         return self.cache_dir, self.cache_bytes
 
-    def _pack(self, cache: ShardCache, rows: Sequence[int], index: int, resume_at: int) -> PackedBatch:
+    def _pack(
+        self, cache: ShardCache, memory: BatchMemory, packers: ThreadPoolExecutor, rows: Sequence[int], index: int,
+        resume_at: int,
+    ) -> PackedBatch:  # fmt: skip
         places = [self.dataset.place(row) for row in rows]
         lengths = torch.tensor([tokens for _, _, tokens in places])
         starts = lengths.cumsum(0) - lengths
         total = int(lengths.sum())
         manifest = self.dataset.manifest
         dtype, k = manifest.layout(0).torch_dtype, manifest.encoding.top_k
+        empty = memory.empty
         batch = {
-            "input_ids": torch.empty(total, dtype=torch.int64),
-            "loss_mask": torch.empty(total, dtype=torch.uint8),
-            "aux": torch.empty(total, len(manifest.after_block), manifest.hidden_size, dtype=dtype),
-            "final": torch.empty(total, 0 if k else manifest.hidden_size, dtype=dtype),
+            "input_ids": empty((total,), torch.int64),
+            "loss_mask": empty((total,), torch.uint8),
+            "aux": empty((total, len(manifest.after_block), manifest.hidden_size), dtype),
+            "final": empty((total, 0 if k else manifest.hidden_size), dtype),
         }
         top = TopLogits.nothing(total, k) if k else None
-        for number, ((shard, _, tokens), start) in enumerate(zip(places, starts.tolist(), strict=True)):
-            sample = cache.shard(shard).rows(*self.dataset.span(rows[number])).decoded()
+        stored = [cache.shard(place[0]).rows(*self.dataset.span(row)) for row, place in zip(rows, places, strict=True)]
+
+        def copy(number: int) -> None:
+            tokens, start = places[number][2], int(starts[number])
+            sample = stored[number].decoded()
             for name, target in batch.items():
                 target[start : start + tokens] = getattr(sample, name)
             if top is not None and sample.top is not None:
                 top.ids[start : start + tokens], top.logits[start : start + tokens] = sample.top.ids, sample.top.logits
+
+        list(packers.map(copy, range(len(rows))))
         if manifest.final_norm == "pre" and self.norm is not None and top is None:
             batch["final"] = self.norm.behind(batch["final"])
         doc_ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
