@@ -39,7 +39,8 @@ class BatchMemory:
             return min(fitting, key=len)
         if len(self._buffers) >= _KEPT and free:
             self._buffers.remove(free[0])
-        buffer = mmap.mmap(-1, size)
+        # Private: a forked process gets its own, and the system may use huge pages.
+        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer.madvise(mmap.MADV_HUGEPAGE)
         if len(self._buffers) < _KEPT:
             self._buffers.append(buffer)

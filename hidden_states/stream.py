@@ -114,6 +114,7 @@ class SampleStream(IterableDataset[PackedBatch]):
         self._next = 0  # global index of the first batch not used yet
         self._verified: set[str] = set()
         self._planned: tuple[int, list[list[int]]] | None = None
+        self._memory = BatchMemory()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
@@ -158,12 +159,12 @@ class SampleStream(IterableDataset[PackedBatch]):
         mine = batches_of(start, len(batches), self.rank, self.world, number, workers)
         needs = self._needs([batches[index] for index in mine])
         cache = ShardCache(self.dataset, needs, *self._room(needs), self._verified)
-        packers, memory = ThreadPoolExecutor(PACK_THREADS, thread_name_prefix="eyas-pack"), BatchMemory()
+        packers = ThreadPoolExecutor(PACK_THREADS, thread_name_prefix="eyas-pack")
         try:
             for position, index in enumerate(mine):
                 step = (index - start) // self.world
                 resume_at = min(start + (step + 1) * self.world, len(batches))
-                batch = self._pack(cache, memory, packers, batches[index], index, resume_at)
+                batch = self._pack(cache, packers, batches[index], index, resume_at)
                 cache.done_with(position)
                 self._next = resume_at
                 yield batch
@@ -172,7 +173,7 @@ class SampleStream(IterableDataset[PackedBatch]):
             cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_planned": None}
+        return vars(self) | {"_planned": None, "_memory": BatchMemory()}
 
     def _identity(self) -> dict[str, Any]:
         return {"dataset": self.dataset.digest} | {name: getattr(self, name) for name in _SAME[1:]}
@@ -209,7 +210,7 @@ class SampleStream(IterableDataset[PackedBatch]):
         return self.cache_dir, self.cache_bytes
 
     def _pack(
-        self, cache: ShardCache, memory: BatchMemory, packers: ThreadPoolExecutor, rows: Sequence[int], index: int,
+        self, cache: ShardCache, packers: ThreadPoolExecutor, rows: Sequence[int], index: int,
         resume_at: int,
     ) -> PackedBatch:  # fmt: skip
         places = [self.dataset.place(row) for row in rows]
@@ -218,7 +219,7 @@ class SampleStream(IterableDataset[PackedBatch]):
         total = int(lengths.sum())
         manifest = self.dataset.manifest
         dtype, k = manifest.layout(0).torch_dtype, manifest.encoding.top_k
-        empty = memory.empty
+        empty = self._memory.empty
         batch = {
             "input_ids": empty((total,), torch.int64),
             "loss_mask": empty((total,), torch.uint8),
