@@ -1,7 +1,6 @@
 """Streaming a dataset into a trainer: packed batches, the same for the same seed, each sample once an epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from hidden_states.top_k import TopLogits
 
 CACHE_BYTES = 32 << 30
 WINDOW_SHARDS = 4
-PACK_THREADS = 2  # copies wait for memory, not for a core
 _SAME = ("dataset", "seed", "split", "batch_tokens", "window_shards")  # what a saved position has a meaning for
 
 
@@ -159,17 +157,15 @@ class SampleStream(IterableDataset[PackedBatch]):
         mine = batches_of(start, len(batches), self.rank, self.world, number, workers)
         needs = self._needs([batches[index] for index in mine])
         cache = ShardCache(self.dataset, needs, *self._room(needs), self._verified)
-        packers = ThreadPoolExecutor(PACK_THREADS, thread_name_prefix="eyas-pack")
         try:
             for position, index in enumerate(mine):
                 step = (index - start) // self.world
                 resume_at = min(start + (step + 1) * self.world, len(batches))
-                batch = self._pack(cache, packers, batches[index], index, resume_at)
+                batch = self._pack(cache, batches[index], index, resume_at)
                 cache.done_with(position)
                 self._next = resume_at
                 yield batch
         finally:
-            packers.shutdown()
             cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,10 +205,7 @@ class SampleStream(IterableDataset[PackedBatch]):
             raise RecipeError("cache_bytes", found, None, "Raise it, or lower window_shards.")
         return self.cache_dir, self.cache_bytes
 
-    def _pack(
-        self, cache: ShardCache, packers: ThreadPoolExecutor, rows: Sequence[int], index: int,
-        resume_at: int,
-    ) -> PackedBatch:  # fmt: skip
+    def _pack(self, cache: ShardCache, rows: Sequence[int], index: int, resume_at: int) -> PackedBatch:
         places = [self.dataset.place(row) for row in rows]
         lengths = torch.tensor([tokens for _, _, tokens in places])
         starts = lengths.cumsum(0) - lengths
@@ -227,17 +220,12 @@ class SampleStream(IterableDataset[PackedBatch]):
             "final": empty((total, 0 if k else manifest.hidden_size), dtype),
         }
         top = TopLogits.nothing(total, k) if k else None
-        stored = [cache.shard(place[0]).rows(*self.dataset.span(row)) for row, place in zip(rows, places, strict=True)]
-
-        def copy(number: int) -> None:
-            tokens, start = places[number][2], int(starts[number])
-            sample = stored[number].decoded()
+        for row, (shard, _, tokens), start in zip(rows, places, starts.tolist(), strict=True):
+            sample = cache.shard(shard).rows(*self.dataset.span(row)).decoded()
             for name, target in batch.items():
                 target[start : start + tokens] = getattr(sample, name)
             if top is not None and sample.top is not None:
                 top.ids[start : start + tokens], top.logits[start : start + tokens] = sample.top.ids, sample.top.logits
-
-        list(packers.map(copy, range(len(rows))))
         if manifest.final_norm == "pre" and self.norm is not None and top is None:
             batch["final"] = self.norm.behind(batch["final"])
         doc_ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
