@@ -1,7 +1,6 @@
 """A dataset is committed whole or not at all, by any number of workers, and proves every byte of itself."""
 
 import json
-import multiprocessing
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,10 +17,8 @@ from hidden_states.fingerprint import Fingerprint
 from hidden_states.plan import plan_batches
 from hidden_states.samples import is_held_out
 from hidden_states.shard import pack_shard
-from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import ObjectExists, Store, open_store
 from hidden_states.store_s3 import S3Store
-from hidden_states.stream import SampleStream
 from hidden_states.vocab import build_vocab_map, count_tokens
 from tests.fault_proxy import Fault, fault_proxy, poor_store
 from tests.hidden_states.stored import FINGERPRINT, Capture, make_dataset, make_samples
@@ -177,67 +174,6 @@ def test_a_damaged_shard_under_the_name_is_replaced_by_ours(store: Store, tmp_pa
     store.put_bytes(writer.shard_key(batch.id), bytes(data))
     assert writer.commit_batch(info).info.sha256 == info.sha256
     assert store.get_bytes(writer.shard_key(batch.id)) == (tmp_path / "shard").read_bytes()
-
-
-def test_a_shard_overwritten_by_another_capture_is_never_read_as_this_one(store: Store, tmp_path: Path) -> None:
-    """Same samples, same size, a sound shard in itself: but of another fingerprint, written over this dataset's key."""
-    made = make_dataset(store, tmp_path, [5, 6], shard_tokens=20)
-    (batch,) = made.batches
-    theirs = pack_shard(batch, Capture(tmp_path / "other").dumps(batch.samples, seed=9), tmp_path / "theirs")
-    key = made.dataset.key(made.dataset.manifest.shards[0])
-    assert theirs.bytes == made.dataset.manifest.total_bytes
-    store.put_bytes(key, (tmp_path / "theirs").read_bytes())
-    (problem,) = made.dataset.verify().problems
-    assert key in problem and "sha256" in problem
-    with pytest.raises(DatasetError, match=f"{key}.*expected the bytes that were captured"):
-        made.dataset.read(batch.samples[0].id)
-    with pytest.raises(DatasetError, match="nothing was trained on these rows"):
-        list(SampleStream(made.dataset, batch_tokens=20, cache_dir=tmp_path / "cache"))
-
-
-def test_a_worker_killed_in_its_upload_leaves_a_batch_not_done_and_its_parts_are_swept(
-    s3_server: RunningStore, tmp_path: Path
-) -> None:
-    samples = make_samples([300])
-    dumps = Capture(tmp_path / "dumps", hidden_size=8192).dumps(samples)
-    (batch,) = plan_batches(samples, 1000)
-    info = pack_shard(batch, dumps, tmp_path / "shard")
-    hold = Fault("hold", lambda method, path: method == "PUT" and "partNumber=2" in path)
-    with fault_proxy(s3_server.url) as proxy:
-        proxy.faults.append(hold)
-        worker = multiprocessing.get_context("fork").Process(
-            target=_commit, args=(s3_server.store("killed-batch", proxy.url), info)
-        )
-        worker.start()
-        assert hold.reached.wait(60)
-        worker.kill()
-        worker.join(60)
-    writer = DatasetWriter(s3_server.store("killed-batch"), "data", FINGERPRINT)
-    assert writer.done() == {} and writer.sweep() == ()  # it may be another worker's, and alive
-    assert writer.sweep(older_than_s=-60) == (writer.shard_key(batch.id),)
-    writer.commit_batch(info)
-    writer.commit_manifest([batch.id])
-    assert Dataset.open(writer.store, "data").verify().problems == []
-
-
-def _commit(store: Store, info: ShardInfo) -> None:
-    DatasetWriter(store, "data", FINGERPRINT).commit_batch(info)
-
-
-def test_a_bucket_that_may_not_be_listed_says_so_before_anything_is_sent(
-    s3_server: RunningStore, tmp_path: Path
-) -> None:
-    samples = make_samples([5])
-    (batch,) = plan_batches(samples, 20)
-    info = pack_shard(batch, Capture(tmp_path / "dumps").dumps(samples), tmp_path / "shard")
-    with fault_proxy(s3_server.url) as proxy:
-        at = f"/{s3_server.bucket}"
-        proxy.faults.append(Fault("error", lambda _, path: path.partition("?")[0] == at, 99, 403, "AccessDenied"))
-        writer = DatasetWriter(s3_server.store("unlisted", proxy.url), "data", FINGERPRINT)
-        for call in (writer.done, lambda: writer.commit_batch(info)):
-            with pytest.raises(StoreError, match=r"cannot list.*expected s3:ListBucket"):
-                call()
-    assert list(s3_server.store("unlisted").list("data/")) == []
 
 
 def test_many_workers_commit_one_dataset(store: Store, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hidden_states import stream as stream_module
-from hidden_states.batch_memory import BatchMemory
 from hidden_states.dataset import Dataset
 from hidden_states.errors import DatasetError, RecipeError, StoreError, TrainingError
 from hidden_states.order import epoch_batches
@@ -378,26 +377,6 @@ def test_a_stream_travels_to_another_process_without_its_table(pool: list[Made])
     whole = [batch.sample_ids for batch in stream]
     copy = pickle.loads(pickle.dumps(SampleStream(Dataset.open(pool[4].dataset.store, "data"), batch_tokens=40)))
     assert [batch.sample_ids for batch in copy] == whole
-
-
-def test_batch_memory_is_used_again_only_when_no_tensor_of_it_is_left() -> None:
-    memory = BatchMemory()
-    shape, dtype = (1000, 3, 512), torch.bfloat16
-    first = memory.empty(shape, dtype)
-    address = first.data_ptr()
-    first.fill_(1)
-    part = first[10:20, 1]  # a view is enough to hold it
-    del first
-    others = [memory.empty(shape, dtype) for _ in range(3)]
-    for other in others:
-        other.fill_(2)
-    assert bool((part == 1).all()) and len({other.data_ptr() for other in others} | {address}) == 4
-    del part, other
-    others.clear()
-    again = [memory.empty((900, 3, 512), dtype).data_ptr() for _ in range(20)]  # each dropped at once
-    assert address in again and len(set(again)) <= 4
-    held = [memory.empty(shape, dtype).fill_(n) for n in range(30)]  # more than are kept
-    assert all(bool((tensor == n).all()) for n, tensor in enumerate(held))
 
 
 def test_batches_a_reader_keeps_are_never_overwritten(remote: tuple[Made, Counting], tmp_path: Path) -> None:
