@@ -146,6 +146,5 @@ def test_a_prefix_hit_says_what_to_do(server: Server) -> None:
     assert server.reconcile().reason(request_id) == (
         f"short: req_0 of writer {server.writer.writer_id}: 1 tokens captured, 4 sent; 3 were served from the prefix "
         "cache. Restart the server with the radix cache off or let extraction send a unique extra_key."
-
     )
     assert names(server.reconcile()) == {"missing": 5, "short": 1}
