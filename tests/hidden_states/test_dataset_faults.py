@@ -1,4 +1,4 @@
-"""What befalls a dataset from outside: other captures over its keys, kills in mid-upload, permissions that are missing."""
+"""What befalls a dataset from outside: captures of others over its keys, kills in mid-upload, missing permissions."""
 
 import multiprocessing
 from pathlib import Path
