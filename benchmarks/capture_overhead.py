@@ -1,6 +1,6 @@
 """What capture costs: two servers of the same model side by side, one of them capturing everything, asked in turn.
 
-    python -m benchmarks.capture_overhead [--smollm2 FOLDER] [--rounds N]
+    python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--rounds N]
 
 Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over alternating rounds
 of prompts that are never sent twice; by the clock, and by the processor time of the scheduler, which also counts dumps
@@ -38,6 +38,7 @@ from tests.tiny_models import make_tiny
 
 # An idle server must not take cycles from the one that is measured.
 FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True, "chunked-prefill-size": 2048}
+TINY, SMOLLM2 = "tiny-deepseek-v3", "smollm2-135m"
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
@@ -197,16 +198,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", type=Path, default=DEFAULT_OUT / "SmolLM2-135M-Instruct")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--models", nargs="+", default=[TINY, SMOLLM2], choices=[TINY, SMOLLM2])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tiny = make_tiny("deepseek_v3", work / "model")
-        models = {"tiny-deepseek-v3": speed(tiny, work / "tiny", Load(64, 16), 2 * arguments.rounds)}
-        print(json.dumps(models), flush=True)
-        if arguments.smollm2.is_dir():
-            models["smollm2-135m"] = speed(
-                arguments.smollm2, work / "smollm2", Load(16, 8, new_tokens=64), arguments.rounds
-            )
+        models = {}
+        if TINY in arguments.models:
+            models[TINY] = speed(tiny, work / "tiny", Load(64, 16), 2 * arguments.rounds)
+            print(json.dumps(models), flush=True)
+        if SMOLLM2 in arguments.models:
+            models[SMOLLM2] = speed(arguments.smollm2, work / "smollm2", Load(16, 8, new_tokens=64), arguments.rounds)
             print(json.dumps(models), flush=True)
         result = {
             "prefill_ratio": min(model["prefill_ratio"] for model in models.values()),
