@@ -140,6 +140,14 @@ def test_packing_and_accumulation_do_not_change_the_loss_or_the_update(each, acc
     assert all(torch.allclose(weights_a[n], weights_b[n], rtol=1e-7) for n in weights_a if n != "d2t")
 
 
+def test_bfloat16_is_for_the_products_only() -> None:
+    """Weights, their sums and the optimiser stay float32; the losses are those of float32 but for the rounding."""
+    wide, narrow = train(), train(replace(COURSE, dtype="bfloat16"))
+    assert all(w.dtype == torch.float32 for n, w in narrow["weights"].items() if n != "d2t")
+    assert narrow["losses"] != wide["losses"]
+    assert narrow["losses"] == pytest.approx(wide["losses"], rel=0.02)
+
+
 def test_a_row_without_tokens_to_learn_is_passed_over() -> None:
     documents = world()[2]
     for doc in documents[:4]:

@@ -96,13 +96,22 @@ def _draft_extend_backend(original, factory):
     return original(factory)
 
 
+def _share_embedding(original, model, embed):
+    """SGLang's own `set_embed` of the latent drafter ends in `torch.cuda.synchronize()`, which a torch without CUDA
+    refuses; its other drafters ask the platform. (Their widths are equal: Eyas exports no other drafter.)"""
+    del model.model.embed_tokens.weight
+    model.model.embed_tokens.weight = embed
+
+
 def register() -> None:
-    """Put the four functions above around SGLang's."""
+    """Put the five functions above around SGLang's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
     HookRegistry.register(f"{attention}.forward_extend", _extend_in_speculation, HookType.AROUND)
     HookRegistry.register(f"{attention}.forward_decode", _decode_in_speculation, HookType.AROUND)
+    latent = "sglang.srt.models.kimi_k25_eagle3.Eagle3DeepseekV2ForCausalLM"
+    HookRegistry.register(f"{latent}.set_embed", _share_embedding, HookType.AROUND)
     HookRegistry.register(f"{factory}.create_decode_backend", _draft_decode_backend, HookType.AROUND)
     HookRegistry.register(f"{factory}.create_draft_extend_backend", _draft_extend_backend, HookType.AROUND)
