@@ -24,7 +24,6 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a tiny model has nothing to share between threads
 FULL_CONTEXT = 1024
 LONGEST = FULL_CONTEXT - 7  # SGLang keeps room for seven tokens more
 
@@ -53,7 +52,7 @@ def assert_complete(dump: FoundDump, model: Path, ids: list[int]) -> None:
 def served(model: Path, work: Path) -> Iterator[Served]:
     """Chunks of 64 that share passes with decoding, prefix cache on, everybody's prefills."""
     flags = {"chunked-prefill-size": 64, "enable-mixed-chunk": True}
-    with capture_server(model, work / "chunks", flags=flags, env=ENV | ONE_THREAD, dump_dir=work / "dump") as served:
+    with capture_server(model, work / "chunks", flags=flags, env=ENV, dump_dir=work / "dump") as served:
         yield served
 
 
@@ -242,7 +241,7 @@ def test_a_server_that_cannot_be_captured_from_serves_and_says_why(model: Path, 
         "speculative-algorithm": "EAGLE3",
         "return-aux-hidden-state-layer-ids": [2, 3, 5],
     }
-    with capture_server(model, work / "refused", flags=flags, env=ONE_THREAD) as served:
+    with capture_server(model, work / "refused", flags=flags) as served:
         assert len(served.ask(prompt(9, 1), "r", new_tokens=3)["output_ids"]) == 3
         (writer,) = served.writers()
     assert writer["state"] == contract.REFUSED and served.dumps() == []
