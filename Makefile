@@ -32,7 +32,7 @@ demo: setup
 
 test: setup check
 	@$(VENV)/bin/python -m infra.demo
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 check: setup
 	@$(VENV)/bin/ruff format --check --quiet . || { echo "formatting differs; run: make format"; exit 1; }
