@@ -90,6 +90,7 @@ def _store(job: Job, batch: Batch, captured: Captured, watch: Stopwatch) -> int:
         encoding = kept(job.recipe)
         head = teacher_head(job.recipe.target.model_path) if encoding.top_k else None
         info = pack_shard(batch, captured.dumps, shard, left_out=captured.reasons, encoding=encoding, head_VH=head)
+        watch.lap("pack")
         need(job.writer, "dataset writer").commit_batch(info)
         watch.lap("upload")
         return info.bytes
