@@ -35,8 +35,8 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/.eyas/mlflow/mlflow.db")
     model = second["model_name"]
-    assert client.get_model_version_by_alias(model, "champion").version == "1"
-    assert client.get_model_version_by_alias(model, "candidate").version == "2"
+    assert str(client.get_model_version_by_alias(model, "champion").version) == "1"
+    assert str(client.get_model_version_by_alias(model, "candidate").version) == "2"
     assert client.get_model_version(model, "2").tags["decision"] == second["decision"]
 
     status, output = place.run("compare", f"{model}/2", f"{model}/1", "--json")
