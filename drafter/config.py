@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hidden_states.errors import TrainingError
+from hidden_states.target_config import language_config
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -113,7 +114,7 @@ class DrafterConfig:
         Raises: TrainingError for an unknown override, a rope that cannot be expressed, or a target whose logits are
             more than `lm_head(final)`.
         """
-        text = {**target_config, **(target_config.get("text_config") or {})}
+        text = language_config(target_config)
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(overrides) - known):
             raise TrainingError("drafter overrides", f"{', '.join(unknown)}", f"some of {', '.join(sorted(known))}")

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from drafter.config import LatentSizes, read_target_config, resolve_rope
 from drafter.layer_ids import blocks_sglang_captures
 from drafter.naming import to_sglang_name
+from hidden_states.target_config import language_config
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: lis
 
 def _misfits(config: dict[str, Any], target: dict[str, Any], ids: list[int] | None, facts: dict[str, Any]) -> list[str]:
     """What does not fit the target."""
-    text = {**target, **(target.get("text_config") or {})}
+    text = language_config(target)
     architecture = (target.get("architectures") or ["unknown"])[0]
     problems = []
     width = config.get("target_hidden_size") or config.get("hidden_size")

@@ -19,6 +19,7 @@ from drafter.layer_ids import blocks_sglang_captures
 from drafter.model import Eagle3Drafter
 from drafter.naming import load_drafter
 from hidden_states.errors import Refusal, TrainingError
+from hidden_states.target_config import language_config
 
 
 def published_config(folder: str | Path, target: dict[str, Any]) -> DrafterConfig:
@@ -39,7 +40,7 @@ def published_config(folder: str | Path, target: dict[str, Any]) -> DrafterConfi
             str(folder), "norm_before_residual", "EAGLE-3's block, whose residual is the un-normed state",
             "SGLang's LlamaForCausalLMEagle3 would run these weights as another model; they cannot be continued here.",
         )  # fmt: skip
-    inner = {**target, **(target.get("text_config") or {})}
+    inner = language_config(target)
     n = inner["num_hidden_layers"]
     boundaries = "norm_before_residual" in given or "speculators_model_type" in given
     ids = (given.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")

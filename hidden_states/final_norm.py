@@ -1,6 +1,5 @@
 """The target's final norm, for datasets that keep the final state before it (other trainers' formats do)."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hidden_states.errors import DataError
+from hidden_states.target_config import read_language_config
 from hidden_states.weights import TargetWeights
 
 
@@ -30,8 +30,7 @@ class FinalNorm:
         name = weights.find("model.norm.weight", "norm.weight")
         if name is None or weights.find(name.removesuffix("weight") + "bias") is not None:
             raise DataError(str(folder), "no final RMSNorm among its weights", "model.norm.weight", "Is it the target?")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = {**config, **(config.get("text_config") or {})}
+        config = read_language_config(folder)
         return cls(weights.whole(name).float(), float(config.get("rms_norm_eps", 1e-6)))
 
     def behind(self, before_RH: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Another trainer's folder as a dataset of ours: same values, with what the folder leaves unsaid found or told."""
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from hidden_states.shard import pack_shard
 from hidden_states.shard_layout import ShardInfo
 from hidden_states.states_in_hand import StatesInHand
 from hidden_states.store import Store
+from hidden_states.target_config import read_language_config
 from hidden_states.vocab import build_vocab_map, count_tokens
 
 _NORM_SLACK = 0.05
@@ -178,5 +178,4 @@ def _is_one(values_R: Tensor) -> bool:
 
 
 def _vocabulary(target: Path) -> int:
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    return int({**config, **(config.get("text_config") or {})}.get("vocab_size", 0))
+    return int(read_language_config(target).get("vocab_size", 0))

@@ -23,7 +23,6 @@ With routed experts, 16-bit rounding sends a token to another expert now and the
 """
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from eyas_capture import contract
 from hidden_states.dump import Dump
 from hidden_states.errors import GateError
+from hidden_states.target_config import read_language_config
 from hidden_states.weights import TargetWeights
 
 _TOLERANCE = {torch.float32: (1e-3, 0.02), torch.float16: (0.01, 0.1), torch.bfloat16: (0.05, 0.25)}
@@ -233,8 +233,7 @@ class NormCheck:
 
 def has_experts(target_folder: Path | str) -> bool:
     """Whether the target routes tokens to experts: then 16-bit rounding moves single rows far."""
-    config = json.loads((Path(target_folder) / "config.json").read_text(encoding="utf-8"))
-    config = {**config, **config.get("text_config", {})}
+    config = read_language_config(target_folder)
     return any(config.get(key) for key in _EXPERT_KEYS)
 
 

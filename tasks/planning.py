@@ -1,6 +1,5 @@
 """The plan: what a run will take, and everything that can be refused before it starts."""
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from hidden_states.prompts import Prompt, prepare_prompts
 from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
+from hidden_states.target_config import read_language_config
 from infra.recipe import Data, Recipe
 
 
@@ -41,8 +41,7 @@ class TargetShape:
                 "Correct the path; `python -m infra.demo` makes the demo's model.",
             )  # fmt: skip
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            config = {**config, **config.get("text_config", {})}
+            config = read_language_config(folder)
             stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
             return cls(
                 config["hidden_size"], config["num_hidden_layers"], config["vocab_size"],
