@@ -36,7 +36,7 @@ from tasks.begin import plan_run
 from tasks.capture import clear_warm_up, launch_servers, stop_servers
 from tasks.dataset import open_dataset
 from tasks.extract import extract_batch
-from tasks.job import need
+from tasks.job import need, read_events
 from tasks.proof import prove_states
 from tasks.replies import regenerate_replies
 
@@ -113,8 +113,7 @@ def compare(recipe: str, overrides: list[str], batches: int, folder: str) -> dic
                     seconds = {name: seconds[name] + took[name] for name in seconds}
         finally:
             stop_servers(job)
-        lines = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
-        stored = [line["seconds"] for line in lines if line["event"] == "batch stored"][1:]
+        stored = [entry["seconds"] for entry in read_events(job.folder, "batch stored")][1:]
         need(job.tracker, "MLflow run").close("FINISHED")
     fastest = min(list(seconds)[1:], key=lambda name: seconds[name])
     inside = {phase: round(sum(laps[phase] for laps in stored), 2) for phase in stored[0]}

@@ -44,6 +44,7 @@ from hidden_states.samples import Sample
 from hidden_states.store import open_store
 from infra.recipe_file import load_recipe
 from infra.services import LocalStack
+from tasks.job import read_events
 from tasks.planning import make_plan
 from tests.fault_proxy import Fault, FaultProxy, fault_proxy
 from tests.flows.runs import Place, tiny_recipe
@@ -88,14 +89,8 @@ class Job:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Lines of this job's runs with this event."""
-        found = []
-        for run in set(self.place.folder.glob("runs/*")) - self.runs_before:
-            path = run / "events.jsonl"
-            for line in path.read_text().splitlines() if path.exists() else []:
-                entry = json.loads(line)
-                if entry["event"] == name:
-                    found.append(entry)
-        return found
+        runs = set(self.place.folder.glob("runs/*")) - self.runs_before
+        return [entry for run in runs for entry in read_events(run, name)]
 
     def extract(self, kinds: list[str]) -> None:
         """Run and hurt it until a run ends by itself.
@@ -110,7 +105,6 @@ class Job:
         self.campaign.attempts += 1
         begun = len(self.events("batch begun"))
         process = self.place.start("extract", str(self.recipe), *self.overrides)
-        output: list[str] = []
         fault = Fault("hold", when=self._upload()) if kind == "uploader" else None
         self.proxy.faults[:] = [fault] if fault is not None else []
         early = kind == "flow" and random.random() < 0.3
@@ -132,7 +126,7 @@ class Job:
         late = time.monotonic() - started >= DEADLINE_S
         if process.poll() is None and (late or hit):  # a run whose server was killed has ended by itself by now
             process.kill()
-        output.append(process.communicate(timeout=DEADLINE_S)[0])
+        output, _ = process.communicate(timeout=DEADLINE_S)
         if fault is not None:
             fault.release.set()
         if hit and kind is not None:
@@ -141,7 +135,7 @@ class Job:
               f"{process.returncode}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
         self.campaign.orphans += len(self.place.wait_empty(30))
         if process.returncode not in (0, -9):
-            raise RuntimeError(f"job {self.number} failed:\n{output[0]}")
+            raise RuntimeError(f"job {self.number} failed:\n{output}")
         return process.returncode == 0
 
     def _upload(self) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.faults import make_conversations
+from tasks.job import read_events
 from tests.flows.runs import Place, tiny_recipe
 from tests.tiny_models import make_tiny
 
@@ -83,9 +84,9 @@ def main() -> None:
         if process.returncode:
             sys.exit(output)
         (summary,) = place.summaries()
-        events = [json.loads(line) for line in (next(folder.glob("runs/*/events.jsonl"))).read_text().splitlines()]
-        begun = next(entry["at"] for entry in events if entry["event"] == "batch begun")
-        stored = [entry for entry in events if entry["event"] == "batch stored"]
+        run = Path(summary["summary_path"]).parent
+        begun = read_events(run, "batch begun")[0]["at"]
+        stored = read_events(run, "batch stored")
         size = min(1000, options.samples // 2)
         first, end = thousand(stored, size), float(stored[-1]["at"])
         last = thousand(stored, options.samples - size)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from prefect.logging import get_run_logger
@@ -13,6 +12,7 @@ from hidden_states.encoding import Encoding
 from hidden_states.errors import DatasetError, GateError, StoreError
 from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
 from hidden_states.plan import plan_batches
+from hidden_states.target_config import language_config
 from hidden_states.teacher import TeacherHead
 from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
@@ -38,6 +38,8 @@ def open_dataset(job: Job) -> list[str]:
     done = job.writer.done()
     unusable = ledger.quarantined_batches()
     missing = [batch_id for batch_id in job.batches if batch_id not in done and batch_id not in unusable]
+    job.quarantined = sum(len(done[b].info.left_out) for b in job.batches if b in done)
+    job.quarantined += sum(map(len, unusable.values()))
     get_run_logger().info(
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
     )
@@ -81,7 +83,7 @@ def commit_dataset(job: Job) -> None:
     recipe, writer = job.recipe, need(job.writer, "dataset writer")
     samples = need(job.samples, "samples")
     unusable = need(job.ledger, "ledger").quarantined_batches()
-    _refuse_many_quarantined(job, unusable)
+    _refuse_many_quarantined(job)
     shape = need(job.plan, "plan").shape
     training = [s for s in samples.samples if s.id not in samples.held_out]
     counts = count_tokens(training, int(shape.vocab_size or 0))
@@ -134,10 +136,8 @@ def use_dataset(job: Job) -> None:
     }
 
 
-def _refuse_many_quarantined(job: Job, unusable: Mapping[str, Mapping[str, str]]) -> None:
-    done = need(job.writer, "dataset writer").done()
-    lost = sum(map(len, unusable.values())) + sum(len(sidecar.info.left_out) for sidecar in done.values())
-    planned = len(need(job.samples, "samples").samples)
+def _refuse_many_quarantined(job: Job) -> None:
+    lost, planned = job.quarantined, len(need(job.samples, "samples").samples)
     allowed = job.recipe.extract.max_quarantined_share
     if lost > allowed * planned:
         raise GateError(
@@ -153,8 +153,7 @@ def _special_ids(model_path: str) -> list[int]:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.is_file():
-            config = json.loads(path.read_text(encoding="utf-8"))
-            config = {**config, **config.get("text_config", {})}
+            config = language_config(json.loads(path.read_text(encoding="utf-8")))
             for key in ("bos_token_id", "eos_token_id"):
                 value = config.get(key)
                 ids |= set(value if isinstance(value, list) else [value] if isinstance(value, int) else [])

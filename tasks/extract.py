@@ -41,7 +41,9 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
             future = next(as_completed(list(in_work)))
             in_work.remove(future)
             try:
-                progress.add(future.result())
+                done: BatchDone = future.result()
+                job.quarantined += done.quarantined
+                progress.add(done)
             except Exception as error:  # raised below, when the batches in work are through
                 failed.append(error)
     if failed:

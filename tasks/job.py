@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tasks.training import Trained
 
 
+EVENTS = "events.jsonl"
+
+
 def new_run_id(recipe: Recipe) -> str:
     """`20261129-174501-demo-smollm2-3f9a`: sorts by time, says what ran, and no two are the same."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
@@ -62,6 +65,7 @@ class Job:
     judges: "Judges | None" = None
     writer: DatasetWriter | None = None
     batches: dict[str, Batch] | None = None
+    quarantined: int = 0
     objects_before: set[str] = field(default_factory=set)
     dataset: Dataset | None = None
     trained: "Trained | None" = None
@@ -79,7 +83,7 @@ class Job:
     def note(self, event: str, **facts: Any) -> None:
         """Append a line to the run's `events.jsonl`: what was in work when a run died, and what was done again."""
         line = json.dumps({"at": round(time.time(), 3), "event": event, **facts})
-        with (self.folder / "events.jsonl").open("a") as file:
+        with (self.folder / EVENTS).open("a") as file:
             file.write(line + "\n")
 
     @property
@@ -95,6 +99,13 @@ class Job:
 
     def __repr__(self) -> str:  # shown by Prefect as the task's parameter
         return f"Job({self.run_id})"
+
+
+def read_events(run: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of a run's `events.jsonl` of one kind, oldest first; none when it has not begun."""
+    path = run / EVENTS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry for entry in map(json.loads, lines) if entry["event"] == event]
 
 
 class Stopwatch:

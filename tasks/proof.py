@@ -131,7 +131,7 @@ def _prove(job: Job, session: CaptureSession, golden: tuple[Sample, ...], by_len
             tensors = sum(len(judges.reference.check(together.dumps[sample.id])) for sample in golden)
         said = sum((_input_agreement(judges, alone[s.id], s) for s in golden), Agreement(0, 0, 0))
         require_agreement(job.recipe, said, "golden samples")
-        judge_batch(job, Batch("golden", golden), together)
+        _judge(job, Batch("golden", golden), together)
     for captured in held:
         session.release(captured.refs)
     return {
@@ -191,13 +191,18 @@ def judge_batch(job: Job, batch: Batch, captured: Captured) -> Agreement:
     Raises:
         GateError: the states do not fit the target; the dumps are kept as evidence.
     """
+    with evidence(job, [captured]):
+        return _judge(job, batch, captured)
+
+
+def _judge(job: Job, batch: Batch, captured: Captured) -> Agreement:
     recipe, judges = job.recipe, need(job.judges, "judges")
     stored = [s for s in batch.samples if s.id in captured.dumps]
     check_masks(recipe, judges, stored)
     samples = stored[: max(recipe.extract.teacher_samples, recipe.extract.reference_samples)]
     greedy = recipe.regenerate.enabled and recipe.regenerate.temperature == 0
     total = Agreement(0, 0, 0)
-    with judges.turn, evidence(job, [captured]):
+    with judges.turn:
         for number, sample in enumerate(samples):
             dump = captured.dumps[sample.id]
             positions, tokens = reply_positions(sample) if greedy else ([], [])
