@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import pickle
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ class PickleFormat(Format):
             said = "pre" if data["hidden_states_prenorm"] else "post"
         return ForeignSample(name, as_int64(ids), mask, aux, final, said)
 
+    @abstractmethod
     def parts(self, data: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """ids [S], mask [S], aux [S,A,H], final [S,H]."""
-        raise NotImplementedError
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:

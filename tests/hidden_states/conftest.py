@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hidden_states.store import Store, open_store
+from hidden_states.store_s3 import S3Store
 from infra import demo
 from tests.tiny_models import make_tiny
 
@@ -22,3 +24,12 @@ def smollm2_tokenizer() -> PreTrainedTokenizerBase:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama: 6 blocks, hidden size 128, float32."""
     return make_tiny("llama", tmp_path_factory.mktemp("target") / "tiny-llama")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store: a folder, then a real S3 server."""
+    if request.param == "folder":
+        return open_store((tmp_path / "store").as_uri())
+    found: S3Store = request.getfixturevalue("s3_store")
+    return found

@@ -27,14 +27,6 @@ from tests.object_store import RunningStore
 LENGTHS = [3, 9, 1, 14, 5, 5, 8, 2, 11, 6]
 
 
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    found: S3Store = request.getfixturevalue("s3_store")
-    return found
-
-
 @pytest.fixture
 def folder_store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "store").as_uri())

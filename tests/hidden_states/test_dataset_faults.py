@@ -10,20 +10,11 @@ from hidden_states.errors import DatasetError, StoreError
 from hidden_states.plan import plan_batches
 from hidden_states.shard import pack_shard
 from hidden_states.shard_layout import ShardInfo
-from hidden_states.store import Store, open_store
-from hidden_states.store_s3 import S3Store
+from hidden_states.store import Store
 from hidden_states.stream import SampleStream
 from tests.fault_proxy import Fault, fault_proxy
 from tests.hidden_states.stored import FINGERPRINT, Capture, make_dataset, make_samples
 from tests.object_store import RunningStore
-
-
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    found: S3Store = request.getfixturevalue("s3_store")
-    return found
 
 
 def test_a_shard_overwritten_by_another_capture_is_never_read_as_this_one(store: Store, tmp_path: Path) -> None:

@@ -34,14 +34,6 @@ from tests.object_store import RunningStore
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 
 
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    found: S3Store = request.getfixturevalue("s3_store")
-    return found
-
-
 def random_file(path: Path, size: int) -> Path:
     path.write_bytes(os.urandom(size))
     return path
