@@ -61,6 +61,15 @@ def capture_fingerprint(
     Raises:
         DataError: the folder is no target, or the writer refused to capture.
     """
+    return Fingerprint({**target_fields(target_folder, template), "mask_rule": mask_rule, **writer_fields(writer)})
+
+
+def writer_fields(writer: Writer) -> dict[str, Field]:
+    """What a writer says of its states: `after_block`, `final_norm`, `dtype`, `sglang_version`, `plugin_version`.
+
+    Raises:
+        DataError: it refused to capture.
+    """
     names = ("after_block", "final_norm", "dtype", "sglang_version", "plugin_version")
     said = {name: getattr(writer, name) for name in names}
     unsaid = [name for name, value in said.items() if not value]
@@ -68,8 +77,7 @@ def capture_fingerprint(
         raise DataError(
             f"writer {writer.writer_id}", f"no {', '.join(unsaid)}", None, "It refused to capture: see its log."
         )
-    said["after_block"] = list(said["after_block"])
-    return Fingerprint({**target_fields(target_folder, template), "mask_rule": mask_rule, **said})
+    return {**said, "after_block": list(said["after_block"])}
 
 
 def target_fields(target_folder: Path, template: str | None = None) -> dict[str, Field]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect.logging import get_run_logger
@@ -10,8 +11,9 @@ from torch import Tensor
 from hidden_states.dataset_writer import DatasetWriter
 from hidden_states.encoding import Encoding
 from hidden_states.errors import DatasetError, GateError, StoreError
-from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields
+from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields, writer_fields
 from hidden_states.plan import plan_batches
+from hidden_states.record import Writer
 from hidden_states.target_config import language_config
 from hidden_states.teacher import TeacherHead
 from hidden_states.validate import Expectation, check_writer
@@ -30,7 +32,7 @@ def open_dataset(job: Job) -> list[str]:
     writers = capture.writers()
     for writer in writers:
         check_writer(writer, job.expectation)
-    fingerprint = capture_fingerprint(folder, mask_rule=mask_rule(job), writer=writers[0])
+    fingerprint = shared_fingerprint(folder, mask_rule(job), writers)
     fingerprint = Fingerprint({**fingerprint.fields, **kept(recipe).fingerprint_fields()})
     job.writer = DatasetWriter(job.store, ledger.name, fingerprint)
     _sweep(job.writer)
@@ -44,6 +46,24 @@ def open_dataset(job: Job) -> list[str]:
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
     )
     return missing
+
+
+def shared_fingerprint(target: Path, mask_rule: str, writers: Sequence[Writer]) -> Fingerprint:
+    """The one fingerprint of what all these writers capture: their batches go into one dataset.
+
+    Raises:
+        DatasetError: two of them capture states that may not be mixed, such as those of two versions of SGLang.
+    """
+    first, *others = writers
+    ours = Fingerprint(writer_fields(first))
+    for other in others:
+        if differing := ours.differences(Fingerprint(writer_fields(other))):
+            raise DatasetError(
+                f"writers {first.writer_id} and {other.writer_id}", f"their states differ: {'; '.join(differing)}",
+                "servers whose states may be mixed in one dataset",
+                "Install the same SGLang and the same eyas-capture beside all of `capture.servers`, or leave one out.",
+            )  # fmt: skip
+    return capture_fingerprint(target, mask_rule=mask_rule, writer=first)
 
 
 def kept(recipe: Recipe) -> Encoding:

@@ -2,15 +2,18 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eyas_capture import contract
-from hidden_states.errors import ServerError
+from hidden_states.errors import DatasetError, ServerError
 from infra.server import SGLangServer
 from tasks.capture_pool import CapturePool, Ending
+from tasks.dataset import shared_fingerprint
 from tests.flows.runs import Place, tiny_recipe, wait_for
+from tests.hidden_states.stored import Capture
 from tests.servers import running_server
 
 
@@ -100,6 +103,23 @@ def test_an_ended_pool_hands_out_nothing_and_starts_nothing_again() -> None:
     with pytest.raises(Ending), pool.take():
         pass
     assert session.revived == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("sglang_version", "0.5.22"), ("plugin_version", "0.0.9"), ("dtype", "float16")]
+)
+def test_servers_whose_states_may_not_be_mixed_are_refused_before_a_batch_is_captured(
+    tmp_path: Path, field: str, value: str
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    (target / "model.safetensors").write_bytes(b"weights")
+    writers = [Capture(tmp_path / "dumps", writer_id=f"20261129T150000-{pid}").writer for pid in (1, 2, 3)]
+    assert shared_fingerprint(target, "replies", writers) == shared_fingerprint(target, "replies", writers[:1])
+    writers[2] = replace(writers[2], **{field: value})
+    with pytest.raises(DatasetError, match=f"150000-1 and .*150000-3: .*{field}: .* / {value}"):
+        shared_fingerprint(target, "replies", writers)
 
 
 @pytest.fixture
