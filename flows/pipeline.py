@@ -18,6 +18,7 @@ from tasks.proof import prove_states
 from tasks.registry import finish, finish_extraction, register_drafter
 from tasks.replies import regenerate_replies
 from tasks.serving import judge, measure, measure_plain
+from tasks.stage import stage
 from tasks.training import export_drafters, train_drafter
 
 
@@ -39,15 +40,18 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
     """
     with workshop(load_recipe(recipe, overrides or [])) as job:
         plan_run(job)
-        make_dataset(job)
-        train_drafter(job)
-        export_drafters(job)
+        with stage(job, "extraction"):
+            make_dataset(job)
+        with stage(job, "training"):
+            train_drafter(job)
+            export_drafters(job)
         if job.recipe.evaluate.enabled:
-            measure_plain(job)
-            measure(job, "drafter")
-            if job.recipe.evaluate.control:
-                measure(job, "control")
-            measure_champion(job)
+            with stage(job, "evaluation"):
+                measure_plain(job)
+                measure(job, "drafter")
+                if job.recipe.evaluate.control:
+                    measure(job, "control")
+                measure_champion(job)
         register_drafter(job)
         decide(job)
         summary = finish(job)
@@ -67,7 +71,8 @@ def extract(recipe: str = "demo-smollm2", overrides: list[str] | None = None) ->
     """
     with workshop(load_recipe(recipe, overrides or [])) as job:
         plan_run(job)
-        make_dataset(job)
+        with stage(job, "extraction"):
+            make_dataset(job)
         return finish_extraction(job)
 
 

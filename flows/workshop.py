@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.environment import state_dir
-from hidden_states.errors import Refusal
 from hidden_states.store import Store, open_store
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
@@ -46,10 +45,7 @@ def workshop(recipe: Recipe) -> Iterator[Job]:
             if job.capture is not None:
                 job.capture.stop()
             if job.tracker is not None:
-                job.tracker.tags(
-                    {"eyas.ended": str(error)[:4000] if isinstance(error, Refusal) else repr(error)[:4000]}
-                )
-                job.tracker.close("FAILED" if isinstance(error, Exception) else "KILLED")
+                job.tracker.close_after(error)
             if not any(folder.iterdir()):
                 shutil.rmtree(folder)
             raise

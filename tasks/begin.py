@@ -1,19 +1,25 @@
 """The first step of a run: plan it, look into the bucket, open its MLflow run. Refuses before anything starts."""
 
+import getpass
+import json
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from infra.services import MLFLOW, LocalStack
+from tasks.abandoned import PROCESS, end_abandoned, this_process
 from tasks.job import Job, need
 from tasks.ledger import Ledger, plan_identity
 from tasks.planning import make_plan
 from tasks.step import step
 from tasks.tracking import Tracker
+
+LINK = "mlflow-run"
 
 
 @step("plan")
@@ -27,6 +33,8 @@ def plan_run(job: Job) -> None:
     job.objects_before = set(job.ledger.objects())
     job.figures |= {"target": job.target_name, "samples_planned": job.plan.count, "tokens_planned": job.plan.tokens}
     job.tracker = open_run(job)
+    for name in end_abandoned(job.tracker.client, job.tracker.experiment_id, job.run_id):
+        log.warning("MLflow showed run %s as running though its process is gone; it is marked as killed", name)
     log.info("%d samples, at most %d tokens, %d bytes a token; dataset %s (%s)", job.plan.count, job.plan.tokens,
              job.plan.bytes_per_token, job.ledger.uri, job.ledger.state)  # fmt: skip
     for difference in job.ledger.differs:
@@ -36,23 +44,44 @@ def plan_run(job: Job) -> None:
 
 
 def open_run(job: Job) -> Tracker:
-    """The run in MLflow, with the recipe as parameters and the way back to Prefect as tags."""
+    """The run in MLflow, with the recipe as parameters; it and the flow run in Prefect point at each other."""
     recipe = job.recipe
     uri = tracking_uri(job.state)
     own_artifacts = job.state / "mlflow" / "artifacts" if uri.startswith("sqlite:") else None
     tags: dict[str, Any] = {
         "eyas.run": job.run_id,
         "eyas.recipe": recipe.name,
+        PROCESS: this_process(),
         "recipe.sha256": recipe.digest,
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.url": str(flow_run.get_flow_run_ui_url()),
         "git.sha": git_commit(),
+        # what fills MLflow's own columns
+        "mlflow.source.type": "JOB",
+        "mlflow.source.name": f"eyas {recipe.name}",
+        "mlflow.source.git.commit": git_commit().removesuffix("+changes"),
+        "mlflow.user": getpass.getuser(),
     }
     tracker = Tracker.open(
         recipe.register_.experiment or f"eyas/{job.target_name}", job.run_id, tags, uri, own_artifacts
     )
     tracker.params(recipe.flat())
+    tracker.text(json.dumps(recipe.as_dict(), indent=1), "recipe.json")
+    tracker.describe(
+        f"Recipe `{recipe.name}`, [flow run in Prefect]({tags['prefect.url']}) (while that server runs; `eyas up` "
+        f"brings the pages back, flow run `{tags['prefect.flow_run_id']}`). Files: `{job.folder}`."
+    )
+    _point_at(tracker, job.run_id)
     return tracker
+
+
+def _point_at(tracker: Tracker, name: str) -> None:
+    """Prefect's link to the run in MLflow; where no server shows MLflow's pages, the words to find it."""
+    if tracker.url:
+        create_link_artifact(tracker.url, link_text=f"MLflow: {name}", key=LINK, description="The run in MLflow")
+    else:
+        where = f"Run `{tracker.run_id}` ({name}) in `{tracker.client.tracking_uri}`; `eyas up` shows its page."
+        create_markdown_artifact(where, key=LINK, description="The run in MLflow")
 
 
 def tracking_uri(state: Path) -> str:

@@ -20,7 +20,9 @@ from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
 from infra.recipe import Recipe
 from tasks.job import Job, need
+from tasks.stage import current
 from tasks.step import step
+from tasks.tracking import Tracker
 
 
 @step("open dataset", retries=2)
@@ -154,6 +156,16 @@ def use_dataset(job: Job) -> None:
         "sglang_version": str(manifest.fingerprint.fields.get("sglang_version")),
         **need(job.ledger, "ledger").reports(),
     }
+    log_dataset(job, need(job.tracker, "MLflow run"), "training")
+    log_dataset(job, current(job), "extraction")
+
+
+def log_dataset(job: Job, tracker: Tracker, context: str) -> None:
+    """Make the dataset an input of a run in MLflow; `context` says what for."""
+    dataset = need(job.dataset, "dataset")
+    manifest = dataset.manifest
+    size = {"samples": manifest.samples, "tokens": manifest.tokens, "bytes": manifest.total_bytes}
+    tracker.dataset(need(job.ledger, "ledger").name, dataset.digest, dataset.uri, json.dumps(size), context)
 
 
 def _refuse_many_quarantined(job: Job) -> None:

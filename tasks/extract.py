@@ -17,6 +17,7 @@ from tasks.dataset import kept, teacher_head
 from tasks.job import Job, Stopwatch, need
 from tasks.progress import BatchDone, ExtractionProgress
 from tasks.proof import judge_batch
+from tasks.stage import current
 from tasks.step import step
 
 
@@ -28,7 +29,7 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
     """
     sessions = need(job.capture, "capture servers").sessions
     most = len(sessions) * job.recipe.extract.in_flight
-    progress = ExtractionProgress(need(job.batches, "batches"), missing)
+    progress = ExtractionProgress(need(job.batches, "batches"), missing, current(job))
     waiting = iter(missing)
     in_work: set[PrefectFuture[Any]] = set()
     failed: list[Exception] = []

@@ -57,6 +57,7 @@ class Job:
     started: float = field(default_factory=time.monotonic)
     # filled by the steps, in this order
     tracker: "Tracker | None" = None
+    stage: "Tracker | None" = None  # the nested run of the part that is at work
     plan: "Plan | None" = None
     ledger: "Ledger | None" = None
     capture: "CapturePool | None" = None

@@ -1,4 +1,4 @@
-"""How far the extraction is: a line in the terminal and a progress artifact in Prefect, after every batch."""
+"""How far the extraction is, after every batch: a line in the terminal, an artifact in Prefect, metrics in MLflow."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
 
 from hidden_states.plan import Batch
+from tasks.tracking import Tracker
 from tasks.words import bytes_in_words, seconds_in_words
 
 ARTIFACT = "extraction-progress"
@@ -31,16 +32,18 @@ class ExtractionProgress:
     Args:
         batches: all batches of the dataset, by id.
         missing: ids of those that this run does.
+        tracker: the MLflow run that gets the figures, with batches as steps.
     """
 
-    def __init__(self, batches: Mapping[str, Batch], missing: Sequence[str]) -> None:
+    def __init__(self, batches: Mapping[str, Batch], missing: Sequence[str], tracker: Tracker) -> None:
+        self._tracker = tracker
         self._all_tokens = sum(batch.tokens for batch in batches.values())
         self._all_samples = sum(len(batch.samples) for batch in batches.values())
         self._all_batches = len(batches)
         self._tokens = self._all_tokens - sum(batches[b].tokens for b in missing)
         self._samples = self._all_samples - sum(len(batches[b].samples) for b in missing)
         self._batches = self._all_batches - len(missing)
-        self._run_tokens = self._run_bytes = 0
+        self._run_tokens = self._run_bytes = self._quarantined = 0
         self._started = time.monotonic()
         self._artifact = cast(  # it is a coroutine only inside an event loop
             UUID, create_progress_artifact(self._percent, key=ARTIFACT, description=self._in_words())
@@ -50,12 +53,20 @@ class ExtractionProgress:
         """Count a batch, and say how far we are."""
         self._tokens += batch.tokens
         self._samples += batch.samples + batch.quarantined
+        self._quarantined += batch.quarantined
         self._batches += 1
         self._run_tokens += batch.tokens
         self._run_bytes += batch.bytes
         said = self._in_words()
         get_run_logger().info("%s", said)
         update_progress_artifact(self._artifact, self._percent, said)
+        seconds = time.monotonic() - self._started
+        self._tracker.metrics(
+            {"extraction/samples": self._samples, "extraction/tokens": self._tokens,
+             "extraction/quarantined": self._quarantined, "extraction/tokens_per_s": self._run_tokens / seconds,
+             "extraction/bytes_per_s": self._run_bytes / seconds},
+            step=self._batches,
+        )  # fmt: skip
 
     @property
     def _percent(self) -> float:

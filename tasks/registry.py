@@ -12,6 +12,7 @@ from tasks.begin import count_uploads, git_commit
 from tasks.evaluation import keep_evaluation
 from tasks.job import Job, need
 from tasks.model_card import model_card
+from tasks.stage import numbers, wall_seconds
 from tasks.step import step
 from tasks.tracking import register_version
 
@@ -38,11 +39,6 @@ def register_drafter(job: Job) -> None:
     (folder / "lineage.json").write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
     (folder / "README.md").write_text(model_card(job, lineage))
     keep_evaluation(job)
-    manifest = need(job.dataset, "dataset").manifest
-    tracker.dataset(
-        need(job.ledger, "ledger").name, figures["manifest_digest"], figures["dataset_uri"],
-        json.dumps({"samples": manifest.samples, "tokens": manifest.tokens, "bytes": manifest.total_bytes}),
-    )  # fmt: skip
     source = tracker.folder(folder, "drafter")
     name = recipe.register_.model_name or f"eagle3-{job.target_name}"
     tags = {
@@ -96,10 +92,8 @@ def summarise(job: Job, more: dict[str, Any]) -> dict[str, Any]:
     }
     text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
     (job.folder / "summary.json").write_text(text)
-    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
-    tracker.metrics({**numbers, **{f"wall_s/{name.replace(' ', '_')}": s for name, s in wall.items()}})
+    tracker.metrics({**numbers(summary), **wall_seconds(wall)})
     tracker.text(text, "summary.json")
-    tracker.text(json.dumps(job.recipe.as_dict(), indent=1), "recipe.json")
     return summary
 
 

@@ -1,15 +1,18 @@
 """MLflow, by explicit run ids: tasks run in threads and in retries, where MLflow's active-run stack misleads."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 MAX_PARAM = 6000  # MLflow refuses longer parameter values
+NOTE = "mlflow.note.content"  # what MLflow's pages show as the description
+ENDED = "eyas.ended"  # why a run did not go to its end
 
 
 def _finite(value: Any) -> bool:
@@ -17,10 +20,12 @@ def _finite(value: Any) -> bool:
 
 
 class Tracker:
-    """One MLflow run. `child` opens a nested one; `close` ends it."""
+    """One MLflow run, with the machine's figures logged beside it until `close`. `child` opens a nested one."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, run_id: str) -> None:
         self.client, self.experiment_id, self.run_id = client, experiment_id, run_id
+        self._machine = SystemMetricsMonitor(run_id, tracking_uri=client.tracking_uri)
+        self._machine.start()
 
     @classmethod
     def open(
@@ -32,14 +37,8 @@ class Tracker:
             artifacts: folder for the artifacts of a new experiment; None leaves the place to the tracking server.
         """
         client = MlflowClient(tracking_uri=tracking_uri)
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
-            place = (artifacts / experiment.replace("/", "_")).as_uri() if artifacts else None
-            experiment_id = client.create_experiment(experiment, artifact_location=place)
-        else:
-            experiment_id = known.experiment_id
-        run = client.create_run(experiment_id, run_name=name, tags=dict(tags))
-        return cls(client, experiment_id, run.info.run_id)
+        run = client.create_run(experiment_of(client, experiment, artifacts), run_name=name, tags=dict(tags))
+        return cls(client, run.info.experiment_id, run.info.run_id)
 
     def child(self, name: str, tags: Mapping[str, str] | None = None) -> "Tracker":
         """A nested run, shown under this one in MLflow's list."""
@@ -48,9 +47,19 @@ class Tracker:
         )
         return Tracker(self.client, self.experiment_id, run.info.run_id)
 
+    @property
+    def url(self) -> str | None:
+        """Its page in MLflow; None where no server shows one (a bare SQLite file)."""
+        uri = self.client.tracking_uri
+        return (
+            f"{uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+            if uri.startswith("http")
+            else None
+        )
+
     def params(self, params: Mapping[str, Any]) -> None:
-        """Log parameters; MLflow never lets one change afterwards."""
-        rows = [Param(key, str(value)[:MAX_PARAM]) for key, value in params.items()]
+        """Log parameters; MLflow never lets one change afterwards. What is None was left out, and is left out here."""
+        rows = [Param(key, str(value)[:MAX_PARAM]) for key, value in params.items() if value is not None]
         for start in range(0, len(rows), 100):  # MLflow takes 100 a call
             self.client.log_batch(self.run_id, params=rows[start : start + 100])
 
@@ -60,9 +69,19 @@ class Tracker:
         rows = [Metric(key, float(value), now, step) for key, value in metrics.items() if _finite(value)]
         self.client.log_batch(self.run_id, metrics=rows)
 
+    def curve(self, name: str, values: Sequence[float], first: int = 1) -> None:
+        """Log a row of values as one metric whose steps are their places: acceptance by position, say."""
+        now = int(time.time() * 1000)
+        rows = [Metric(name, float(value), now, first + n) for n, value in enumerate(values) if _finite(value)]
+        self.client.log_batch(self.run_id, metrics=rows)
+
     def tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags; later values replace earlier ones."""
         self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+
+    def describe(self, markdown: str) -> None:
+        """The description on the run's page."""
+        self.tags({NOTE: markdown})
 
     def text(self, text: str, name: str) -> None:
         """Keep a small text as an artifact."""
@@ -73,17 +92,40 @@ class Tracker:
         self.client.log_artifacts(self.run_id, str(folder), name)
         return f"runs:/{self.run_id}/{name}"
 
-    def dataset(self, name: str, digest: str, uri: str, profile: str) -> None:
+    def dataset(self, name: str, digest: str, uri: str, profile: str, context: str = "training") -> None:
         """Log the dataset this run used. MLflow keeps 36 characters of a digest: 32 here, the whole in a tag."""
         entry = Dataset(name=name, digest=digest[:32], source_type="s3", source=f'{{"uri": "{uri}"}}', profile=profile)
-        self.client.log_inputs(
-            self.run_id, datasets=[DatasetInput(entry, [InputTag("mlflow.data.context", "training")])]
-        )
+        self.client.log_inputs(self.run_id, datasets=[DatasetInput(entry, [InputTag("mlflow.data.context", context)])])
         self.tags({"manifest.sha256": digest, "dataset.uri": uri})
 
     def close(self, status: str = "FINISHED") -> None:
         """End the run: FINISHED, FAILED or KILLED."""
+        self._machine.finish()
         self.client.set_terminated(self.run_id, status)
+
+    def close_after(self, error: BaseException) -> None:
+        """End the run as `error` ended it: FAILED, or KILLED by Ctrl-C, SIGTERM or a cancellation; say why in a tag."""
+        self.tags({ENDED: (str(error) or repr(error))[:4000]})
+        self.close("FAILED" if isinstance(error, Exception) else "KILLED")
+
+
+def experiment_of(client: MlflowClient, name: str, artifacts: Path | None) -> str:
+    """Id of an experiment, made on first use, with a description of what is in it."""
+    known = client.get_experiment_by_name(name)
+    if known is not None:
+        return str(known.experiment_id)
+    place = (artifacts / name.replace("/", "_")).as_uri() if artifacts else None
+    note = (
+        "EAGLE-3 drafters of one target. A run is one pipeline run; below it are its extraction, training and "
+        "evaluation, with their own parameters and metrics. `served/<set>/acceptance_length` is the verdict; "
+        "`predicted_acceptance_length` is a training metric."
+    )
+    try:
+        return str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was quicker
+            raise
+        return experiment_of(client, name, artifacts)
 
 
 def register_version(
@@ -95,7 +137,7 @@ def register_version(
         (registered model's name, version).
     """
     try:
-        tracker.client.create_registered_model(model, description="EAGLE-3 drafters, one version a pipeline run")
+        tracker.client.create_registered_model(model, description=MODEL_NOTE)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -104,3 +146,9 @@ def register_version(
     )
     tracker.client.set_registered_model_alias(model, "candidate", version.version)
     return model, str(version.version)
+
+
+MODEL_NOTE = (
+    "EAGLE-3 drafters, one version a pipeline run. `candidate` is the newest; `champion` is the one in production: it "
+    "moves only to a version that served better beside it. A version's tag `decision` says why it is champion or not."
+)

@@ -25,7 +25,9 @@ from hidden_states.errors import TrainingError
 from hidden_states.final_norm import FinalNorm
 from hidden_states.manifest import HELD_OUT, TRAIN
 from hidden_states.stream import SampleStream
+from tasks.dataset import log_dataset
 from tasks.job import Job, need
+from tasks.stage import current
 from tasks.step import step
 from tasks.tracking import Tracker
 
@@ -96,19 +98,17 @@ def train_drafter(job: Job) -> None:
             top_logits=True,
         )
 
-    tracker = need(job.tracker, "MLflow run").child("training", {"stage": "training"})
+    tracker = current(job)
+    log_dataset(job, tracker, "training")
     watch = TrainingWatch(tracker, get_run_logger().info)
-    status = "FAILED"
     try:
         trainer = Trainer(
             train_config(recipe), drafter, target, stream(TRAIN), checkpoints,
             validation=lambda: stream(HELD_OUT)(0), on_step=watch.step, on_validation=watch.validation,
         )  # fmt: skip
         result = trainer.run()
-        status = "FINISHED"
     finally:
         watch.flush()
-        tracker.close(status)
     best = CheckpointFolder(checkpoints).load_best()
     if best is None or result.validation is None:
         raise TrainingError(

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Run
 
 from tests.flows.runs import CHECKOUT, SGLANG, Place, tiny_recipe, wait_for
 
@@ -114,8 +115,25 @@ def test_the_drafter_is_a_model_version_with_its_lineage(demo: tuple[Place, dict
     assert lineage["manifest_digest"] == summary["manifest_digest"]
     assert lineage["served_acceptance_length"] == summary["served_acceptance_length"]
     children = client.search_runs([run.info.experiment_id], f"tags.mlflow.parentRunId = '{run.info.run_id}'")
-    assert [child.info.run_name for child in children] == ["training"]
-    assert len(client.get_metric_history(children[0].info.run_id, "train/loss")) == summary["train_steps"]
+    stages = {child.data.tags["eyas.stage"]: child for child in children}
+    assert stages.keys() == {"extraction", "training", "evaluation"}
+    assert {child.info.status for child in children} == {"FINISHED"}
+    assert len(client.get_metric_history(stages["training"].info.run_id, "train/loss")) == summary["train_steps"]
+    digests = [[i.dataset.digest for i in stages[name].inputs.dataset_inputs] for name in ("extraction", "training")]
+    assert digests == [[summary["manifest_digest"][:32]]] * 2
+    batches = client.get_metric_history(stages["extraction"].info.run_id, "extraction/tokens")
+    assert batches[-1].value == summary["tokens"] and batches[-1].step == len(batches)
+    assert "system/cpu_utilization_percentage" in run.data.metrics  # the run lasts longer than the ten seconds
+
+
+def test_prefect_and_mlflow_point_at_each_other(demo: tuple[Place, dict[str, Any], str]) -> None:
+    place, summary, _ = demo
+    client = MlflowClient(tracking_uri=f"sqlite:///{place.folder}/.eyas/mlflow/mlflow.db")
+    note = client.get_run(summary["mlflow_run_id"]).data.tags["mlflow.note.content"]
+    assert f"/runs/flow-run/{summary['prefect_flow_run_id']}" in note
+    with sqlite3.connect(place.folder / ".eyas" / "prefect" / "prefect.db") as db:
+        ((said,),) = db.execute("select data from artifact where key = 'mlflow-run'").fetchall()
+    assert summary["mlflow_run_id"] in said
 
 
 def test_no_trace_of_the_run_holds_a_credential(demo: tuple[Place, dict[str, Any], str]) -> None:
@@ -165,6 +183,12 @@ def test_a_run_killed_at_any_step_is_finished_by_the_same_command(tmp_path: Path
     assert (store / "manifest.json").read_bytes() == manifest
     (summary,) = place.summaries()
     assert summary["samples_valid"] == summary["samples_planned"] == 40
+    # MLflow: each killed run was ended by the one after it, with the part that was at work
+    ends = sorted((run.data.tags.get("eyas.stage", "run"), run.info.status) for run in mlflow_runs(place))
+    killed = [("extraction", "FINISHED"), ("extraction", "KILLED"), ("run", "KILLED"), ("run", "KILLED"),
+              ("training", "KILLED")]  # fmt: skip
+    whole = [(part, "FINISHED") for part in ("evaluation", "extraction", "run", "training")]
+    assert ends == sorted(killed + whole)
     assert not place.wait_empty(10)
 
 
@@ -211,9 +235,14 @@ def test_ctrl_c_ends_everything_and_says_that_nothing_is_lost(tmp_path: Path) ->
     assert process.returncode == 130, output
     assert "Nothing is lost" in output
     assert not place.wait_empty(30)
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/.eyas/mlflow/mlflow.db")
+    assert [run.info.status for run in mlflow_runs(place)] == ["KILLED", "KILLED"]  # the run, and its extraction
+
+
+def mlflow_runs(place: Place) -> list[Run]:
+    """Every run of the tiny target, nested ones too."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{place.folder}/.eyas/mlflow/mlflow.db")
     (experiment,) = [e for e in client.search_experiments() if e.name == "eyas/tiny-deepseek-v3"]
-    assert [run.info.status for run in client.search_runs([experiment.experiment_id])] == ["KILLED"]
+    return list(client.search_runs([experiment.experiment_id]))
 
 
 def cmdline(process: psutil.Process) -> list[str]:
