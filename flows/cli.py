@@ -30,6 +30,23 @@ def extract(args: argparse.Namespace) -> int:
     return 0
 
 
+def train(args: argparse.Namespace) -> int:
+    """`eyas train`: a drafter from a dataset that is in the bucket already."""
+    from flows.runner import run_flow
+    from flows.summary import print_summary
+
+    _answer(args, run_flow("train", args.recipe, args.overrides, dataset=args.dataset), print_summary)
+    return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """`eyas serve`: the flows as deployments of a Prefect server, run from here until Ctrl-C."""
+    from flows.deployments import serve_recipes
+
+    serve_recipes(args.recipes, notify=args.notify)
+    return 0
+
+
 def plan(args: argparse.Namespace) -> int:
     """`eyas plan`: sizes and refusals, nothing started."""
     from flows.plan_view import print_plan
@@ -153,12 +170,15 @@ def parser() -> argparse.ArgumentParser:
     for name, function, text in (
         ("run", run, "capture, prove, store, train, serve and register; the same command goes on after a kill"),
         ("extract", extract, "capture, prove and store only; `eyas run` goes on from there"),
+        ("train", train, "train, export and register a drafter from a dataset that is in the bucket already"),
         ("plan", plan, "what a run will take: samples, tokens, bytes, disk; refuses what cannot work"),
         ("doctor", doctor, "is the server patched, the bucket writable, MLflow up?"),
     ):
         made = command(name, function, text)
         made.add_argument("recipe", help="a recipe file, or the name of one of infra/recipes/")
         made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. train.lr=1e-4")
+        if name == "train":
+            made.add_argument("--dataset", metavar="NAME", help="in the recipe's store; left out = the newest version")
     made = command("inspect", inspect, "what is in a dump, shard, dataset, drafter or conversations file; verifies it")
     made.add_argument("thing", metavar="PATH|URI", help="a local path, or s3://bucket/prefix/dataset")
     made.add_argument("--recipe", help="recipe whose store or tokenizer is used")
@@ -182,6 +202,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--set", metavar="VERSION", help="make this version the champion")
     how.add_argument("--back", action="store_true", help="go back to the champion before this one")
     made.add_argument("--reason", help="why, kept in the history")
+    made = command("serve", serve, "offer the flows to Prefect: started from its pages, by schedules, retried there")
+    made.add_argument("recipes", nargs="*", metavar="RECIPE", help="a deployment each, with the recipe's schedule")
+    made.add_argument("--notify", metavar="TYPE/NAME", help="block of Prefect that is told when an automation fires")
     command("up", up, "start the local Prefect server, MLflow and object store")
     command("down", down, "end them")
     return top

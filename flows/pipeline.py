@@ -1,10 +1,9 @@
 """The whole road as one Prefect flow, and its first half alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from prefect import flow
-from prefect.runtime import flow_run
-
+from flows.flow import eyas_flow, name_run
 from flows.workshop import workshop
 from infra.recipe_file import load_recipe
 from tasks.begin import plan_run
@@ -22,13 +21,8 @@ from tasks.stage import stage
 from tasks.training import export_drafters, train_drafter
 
 
-def run_name() -> str:
-    """What the run is called in Prefect's list: the recipe it runs."""
-    return str(flow_run.parameters.get("recipe", "drafter-pipeline"))
-
-
-@flow(name="drafter_pipeline", flow_run_name=run_name, persist_result=False)
-def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None = None) -> dict[str, Any]:
+@eyas_flow("drafter_pipeline")
+def drafter_pipeline(recipe: str = "demo-smollm2", overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Capture hidden states, prove and store them, train an EAGLE-3 drafter, serve, measure and register it.
 
     Args:
@@ -38,8 +32,9 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
     Returns:
         The run's summary.
     """
-    with workshop(load_recipe(recipe, overrides or [])) as job:
+    with workshop(load_recipe(recipe, list(overrides))) as job:
         plan_run(job)
+        name_run(job)
         with stage(job, "extraction"):
             make_dataset(job)
         with stage(job, "training"):
@@ -59,18 +54,20 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: list[str] | None =
         return summary
 
 
-@flow(name="extract", flow_run_name=run_name, persist_result=False)
-def extract(recipe: str = "demo-smollm2", overrides: list[str] | None = None) -> dict[str, Any]:
+@eyas_flow("extract")
+def extract(recipe: str = "demo-smollm2", overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Capture hidden states, prove and store them; no training. A later `drafter_pipeline` run goes on from there.
 
     Args:
-        recipe, overrides: as for `drafter_pipeline`.
+        recipe: a recipe file, or the name of one that is shipped (infra/recipes).
+        overrides: `dotted.key=value` strings that change the recipe, for example `extract.in_flight=2`.
 
     Returns:
         The run's summary.
     """
-    with workshop(load_recipe(recipe, overrides or [])) as job:
+    with workshop(load_recipe(recipe, list(overrides))) as job:
         plan_run(job)
+        name_run(job)
         with stage(job, "extraction"):
             make_dataset(job)
         return finish_extraction(job)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from uuid import UUID
 
 from flows.environment import state_dir
-from hidden_states.errors import Refusal
+from hidden_states.errors import Refusal, ServerError
 from infra.recipe_file import load_recipe
 
 RECORD_DEADLINE_S = 20.0
@@ -23,10 +23,13 @@ class NoTraceback(logging.Filter):
         return True
 
 
+NO_TRACEBACK = NoTraceback()
+
+
 def quiet_refusals() -> None:
     """Keep the tracebacks of refusals out of the terminal and of Prefect's pages."""
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logging.getLogger(name).addFilter(NoTraceback())
+        logging.getLogger(name).addFilter(NO_TRACEBACK)
 
 
 def send_last_words() -> None:
@@ -57,8 +60,13 @@ def wait_recorded(flow_run_id: UUID | None) -> None:
             time.sleep(0.5)
 
 
-def run_flow(name: Literal["drafter_pipeline", "extract"], recipe: str, overrides: list[str]) -> dict[str, Any]:
+def run_flow(
+    name: Literal["drafter_pipeline", "extract", "train"], recipe: str, overrides: list[str], **more: Any
+) -> dict[str, Any]:
     """Check the recipe, start what is missing, run one of the flows.
+
+    Args:
+        more: what this flow takes besides.
 
     Returns:
         The run's summary, as written to `runs/<run>/summary.json`.
@@ -72,9 +80,11 @@ def run_flow(name: Literal["drafter_pipeline", "extract"], recipe: str, override
             os.environ["PREFECT_API_URL"] = services.enter_context(embedded_prefect(state_dir()))
             services.callback(os.environ.pop, "PREFECT_API_URL", None)
             services.callback(send_last_words)
-        from flows import pipeline
+        from flows.deployments import load
 
         quiet_refusals()
-        state = getattr(pipeline, name)(recipe, overrides, return_state=True)
+        state: Any = load(name)(recipe, overrides, **more, return_state=True)
         wait_recorded(state.state_details.flow_run_id)
+        if state.is_cancelled():  # the recipe says not to wait
+            raise ServerError("GPUs of this host", str(state.message), None, "")
         return state.result()

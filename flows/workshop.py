@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.environment import state_dir
+from flows.gpus import gpus
+from flows.runner import quiet_refusals
+from flows.snapshot import keep_or_compare
 from hidden_states.store import Store, open_store
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
@@ -29,14 +32,22 @@ def open_section(section: StoreSection) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def workshop(recipe: Recipe) -> Iterator[Job]:
-    """A job with its folder `runs/<run>` and its store. Ends the capture server and the MLflow run in every case.
+    """A job with its folder `runs/<run>` and its store, and the host's GPUs to itself. Ends the capture server and the
+    MLflow run in every case.
 
     A failed run's folder is kept: logs, stacks and evidence are in it.
+
+    Raises:
+        RecipeError: a retry of a run whose recipe has been edited since.
+        GpusBusy: another run holds the GPUs, and the recipe does not wait.
     """
-    run_id = new_run_id(recipe)
-    folder = Path("runs").resolve() / run_id
-    folder.mkdir(parents=True)
+    quiet_refusals()
     with contextlib.ExitStack() as stack:
+        keep_or_compare(recipe)
+        stack.enter_context(gpus(recipe))
+        run_id = new_run_id(recipe)
+        folder = Path("runs").resolve() / run_id
+        folder.mkdir(parents=True)
         store = stack.enter_context(open_section(recipe.store))
         job = Job(recipe, run_id, folder, state_dir(), store)
         try:

@@ -210,6 +210,14 @@ class Register(Section):
     )
 
 
+class Schedule(Section):
+    cron: str | None = Field(None, description="when `eyas serve` starts the pipeline by itself; left out = never")
+    timezone: str = Field("UTC", description="of `cron`")
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait", description="a run that finds this host's GPUs in use by another waits for them, or is skipped"
+    )
+
+
 class Recipe(Section):
     """Everything one run needs. See docs/recipe.md for the keys in words."""
 
@@ -225,6 +233,7 @@ class Recipe(Section):
     train: Train
     evaluate: Evaluate = Evaluate()
     register_: Register = Field(default=Register(), alias="register")
+    schedule: Schedule = Schedule()
 
     @model_validator(mode="after")
     def _something_serves(self) -> "Recipe":

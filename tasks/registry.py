@@ -63,6 +63,14 @@ def finish(job: Job) -> dict[str, Any]:
     return summary
 
 
+def finish_training(job: Job) -> dict[str, Any]:
+    """The end of a training alone: the dataset's version stays open, as other trainings may follow."""
+    summary = summarise(job, {"drafter_path": str(job.folder / "drafter")})
+    need(job.tracker, "MLflow run").close("FINISHED")
+    clean_up(job)
+    return summary
+
+
 def finish_extraction(job: Job) -> dict[str, Any]:
     """The end of an extraction: the dataset's version stays open for the run that trains on it."""
     summary = summarise(job, {})

@@ -28,11 +28,15 @@ class Place:
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
 
+    @staticmethod
+    def command(*args: str) -> list[str]:
+        return [*EYAS, *args]
+
     def start(self, *args: str) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if k not in ELSEWHERE and not k.startswith("PREFECT")}
         env |= {"PYTHONPATH": str(CHECKOUT), **self.env}
         return subprocess.Popen(
-            [*EYAS, *args], cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            self.command(*args), cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
     def run(self, *args: str, timeout: float = 550) -> tuple[int, str]:

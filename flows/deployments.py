@@ -1,0 +1,103 @@
+"""The flows as deployments of a Prefect server: started from its pages, by schedules, by programs; retried there.
+
+`eyas serve` registers and runs them from this machine and this folder. For work pools `prefect.yaml` registers them.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+from prefect import Flow
+from prefect import serve as prefect_serve
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import RunnerDeployment
+from prefect.flows import EntrypointType
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.automations import declare
+from flows.environment import state_dir
+from hidden_states.errors import RecipeError, ServerError
+from infra.recipe import Recipe
+from infra.recipe_file import load_recipe
+from infra.services import PREFECT, LocalStack
+
+FLOWS: Mapping[str, str] = MappingProxyType(
+    {"drafter_pipeline": "flows.pipeline", "extract": "flows.pipeline", "train": "flows.train"}
+)
+SCHEDULED = "drafter_pipeline"
+WITHOUT_RECIPE = "any-recipe"
+
+
+def load(name: str) -> Flow[..., Any]:
+    """A flow by its name."""
+    found: Flow[..., Any] = getattr(importlib.import_module(FLOWS[name]), name)
+    return found
+
+
+def deployments(recipes: Sequence[str]) -> list[RunnerDeployment]:
+    """Every flow once per recipe, named after it; the pipeline with the recipe's schedule. And every flow once for a
+    recipe that the form asks for.
+
+    Raises:
+        RecipeError: a recipe or its schedule cannot be used.
+    """
+    made = [_deployment(name, WITHOUT_RECIPE) for name in FLOWS]
+    for path in recipes:
+        recipe = load_recipe(path)
+        made += [_deployment(name, recipe.name, path, recipe) for name in FLOWS]
+    names = [deployment.full_name for deployment in made]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError("eyas serve", f"two recipes are called alike: {', '.join(twice)}", None, "Rename one.")
+    return made
+
+
+def _deployment(flow: str, name: str, path: str | None = None, recipe: Recipe | None = None) -> RunnerDeployment:
+    schedules = [schedule(recipe)] if recipe is not None and flow == SCHEDULED and recipe.schedule.cron else []
+    made = load(flow).to_deployment(
+        name,
+        parameters={"recipe": path} if path else {},
+        schedules=schedules,
+        paused=False,
+        tags=["eyas"],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return cast(RunnerDeployment, made)  # it is a coroutine only inside an event loop
+
+
+def schedule(recipe: Recipe) -> CronSchedule:
+    """The recipe's schedule.
+
+    Raises:
+        RecipeError: not a cron line, or no such time zone.
+    """
+    try:
+        return CronSchedule(cron=str(recipe.schedule.cron), timezone=recipe.schedule.timezone)
+    except ValueError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise RecipeError(
+            f"recipe {recipe.name}, `schedule`",
+            reason,
+            "a cron line such as `0 3 * * *` and a time zone",
+            "Correct it.",
+        ) from error
+
+
+def serve_recipes(recipes: Sequence[str], notify: str | None) -> None:
+    """Register the deployments and the automations, then run what is due until Ctrl-C or SIGTERM.
+
+    Raises:
+        ServerError: no Prefect server is named and none is up.
+    """
+    offered = deployments(recipes)
+    url = os.environ.get("PREFECT_API_URL") or LocalStack(state_dir()).url(PREFECT)
+    if url is None:
+        raise ServerError(
+            "Prefect", "no server is named, and none is up", "PREFECT_API_URL, or the local stack",
+            "Run `eyas up` first.",
+        )  # fmt: skip
+    os.environ |= LocalStack(state_dir()).environment() | {"PREFECT_API_URL": url}
+    with temporary_settings({PREFECT_API_URL: url}):
+        declare(notify)
+        prefect_serve(*offered)
