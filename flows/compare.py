@@ -13,6 +13,7 @@ from flows.environment import state_dir
 from tasks.begin import tracking_uri
 from tasks.champion import Champions
 from tasks.evaluation import Evaluation, compare
+from tasks.intervals import Paired
 from tasks.words import number
 
 
@@ -24,13 +25,23 @@ def compare_drafters(one: str, other: str) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         found = [_evaluation(name, Path(folder) / str(number)) for number, name in enumerate((one, other))]
-    result = compare(*found)
+    result = compare(found[0], found[1])
     return {
-        **asdict(result), "names": [one, other],
-        "tokens_per_s": [evaluation.tokens_per_s for evaluation in found], "settings": found[0].settings,
-        "better": result.low > 0, "worse": result.high < 0,
-        "prompts_better": result.better, "prompts_worse": result.worse,
-    }  # fmt: skip
+        "names": [one, other],
+        "settings": found[0].settings,
+        "overall": None if result.overall is None else _in_figures(result.overall),
+        "sets": {key: _in_figures(paired) for key, paired in result.sets.items()},
+        "too_few": result.too_few,
+        "notes": result.notes,
+        "figures": [{key: record.figures() for key, record in evaluation.sets.items()} for evaluation in found],
+    }
+
+
+def _in_figures(result: Paired) -> dict[str, Any]:
+    return {
+        **asdict(result),
+        "verdict": "better" if result.low > 0 else "worse" if result.high < 0 else "not told apart",
+    }
 
 
 def _evaluation(name: str, folder: Path) -> Evaluation:
@@ -46,21 +57,26 @@ def _client() -> MlflowClient:
 
 
 def print_comparison(answer: dict[str, Any]) -> None:
-    """The comparison as a table, and in one sentence."""
+    """The comparison as a table, a row a set, and what each accepts at every position."""
     console = Console(highlight=False)
-    table = Table(title=f"Acceptance length on {answer['prompts']} common prompts", title_justify="left")
-    for column in ("drafter", "acceptance length", "tokens/s in the server"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    for key, name, speed in zip(("one", "other"), answer["names"], answer["tokens_per_s"], strict=True):
-        table.add_row(name, number(answer[key], 3), number(speed, 1))
+    one, other = answer["names"]
+    table = Table(title=f"Acceptance length: {one} / {other}", title_justify="left")
+    for column in ("set", "prompts", "one", "other", "difference, 95% interval", "verdict", "speed-up, one / other"):
+        table.add_column(column, justify="left" if column in ("set", "verdict") else "right")
+    rows = answer["sets"] | ({"all together": answer["overall"]} if answer["overall"] else {})
+    for key, found in rows.items():
+        speeds = " / ".join(number(f[key]["speed_up"], 2) if key in f else "-" for f in answer["figures"])
+        interval = f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+        table.add_row(key, str(found["prompts"]), number(found["one"], 3), number(found["other"], 3), interval,
+                      found["verdict"], speeds if key in answer["sets"] else "-")  # fmt: skip
     console.print(table)
-    words = "better" if answer["better"] else "worse" if answer["worse"] else "not told apart"
-    console.print(
-        f"difference {answer['difference']:+.3f}, 95% interval [{answer['low']:+.3f}, {answer['high']:+.3f}]: {words}; "
-        f"better on {answer['prompts_better']} prompts, worse on {answer['prompts_worse']}"
-    )
-    for position, value in enumerate(answer["by_position"], start=1):
-        console.print(f"  verifications that accept at least {position}: {value:+.3f}")
+    for key, count in answer["too_few"].items():
+        console.print(f"{key}: {count} prompts in common, too few for an interval")
+    for note in answer["notes"]:
+        console.print(note, markup=False)
+    for key, found in answer["sets"].items():
+        positions = ", ".join(f"{value:+.3f}" for value in found["by_position"])
+        console.print(f"{key}: share of verifications that accept at least 1, 2, ... drafted tokens: {positions}")
 
 
 def champion(model: str, *, to: str | None, back: bool, reason: str | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hidden_states.messages import RowError, read_row
 
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools", "domain")
 _CHUNK = 1 << 20
 
 
@@ -38,12 +38,14 @@ class Conversation:
         source: `file:line` (JSONL) or `file:row` (Parquet), counted from 1.
         messages: OpenAI messages; `content` is text (empty beside tool calls), tool calls' `arguments` are objects.
         tools: JSON schemas of the tools the assistant could call.
+        domain: what the row says it is about (`code`, `chat`, ...), where it says so; no part of the id.
     """
 
     id: str
     source: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = field(default=None)
+    domain: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ def _conversation(where: str, value: Any) -> Conversation | BadRow:
     except RowError as error:
         return BadRow(where, error.kind, error.reason)
     content = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return Conversation(hashlib.sha256(content.encode()).hexdigest()[:16], where, messages, tools)
+    domain = value.get("domain")
+    return Conversation(
+        hashlib.sha256(content.encode()).hexdigest()[:16], where, messages, tools,
+        domain if isinstance(domain, str) else None,
+    )  # fmt: skip
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:

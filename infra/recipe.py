@@ -189,9 +189,39 @@ class Train(Section):
         return self
 
 
+class PromptSet(Section):
+    """One further set of prompts a drafter is judged on."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    path: str
+    version: str = "1"
+    domain: str | None = None
+    prompts: Positive = 64
+
+
+class Sampling(Section):
+    """How production samples."""
+
+    temperature: Annotated[float, Field(gt=0)]
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+
+
 class Evaluate(Section):
     enabled: bool = Field(True, description="serve the drafter and measure it; needs `server.python`")
     prompts: Positive = Field(64, description="held-out prompts served")
+    sets: list[PromptSet] = Field(
+        default_factory=list,
+        description="further prompt sets: `name`, `path` (a conversations file, or HumanEval's), `version`, `domain` "
+        "(rows of another `domain` are left out), `prompts` (how many are served); docs/verdict.md",
+    )
+    required: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="sets on which a drafter must lead to become champion; left out = all, `[held-out]` = that one",
+    )
+    sampling: Sampling | None = Field(
+        None, description="measure at these settings of production too: `temperature`, `top_p`, `top_k`; not on a CPU"
+    )
     max_new_tokens: Positive = Field(256, description="tokens answered per prompt")
     num_steps: Positive = Field(3, description="tokens drafted per verification")
     concurrency: Positive = Field(1, description="requests at once while measuring")
@@ -199,6 +229,15 @@ class Evaluate(Section):
     min_acceptance_length: Annotated[float, Field(ge=1)] | None = Field(
         None, description="less than this fails the run"
     )
+
+    @model_validator(mode="after")
+    def _sets_apart(self) -> "Evaluate":
+        names = ["held-out", *(s.name for s in self.sets)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two prompt sets are called {', '.join(twice)} (`held-out` is the dataset's own)")
+        if unknown := [name for name in self.required or [] if name not in names]:
+            raise ValueError(f"`required` names {', '.join(unknown)}; the sets are {', '.join(names)}")
+        return self
 
 
 class Register(Section):
@@ -241,6 +280,15 @@ class Recipe(Section):
             raise ValueError(
                 "with `server.url` alone nothing can serve the drafter: add `server.python`, or set `evaluate.enabled` "
                 "to false and register it unmeasured"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_truly(self) -> "Recipe":
+        if self.evaluate.sampling is not None and self.server.device == "cpu":
+            raise ValueError(
+                "`evaluate.sampling` with `server.device: cpu`: on a CPU SGLang verifies greedily at any temperature, "
+                "so the figures would not be those of sampling; leave it out"
             )
         return self
 

@@ -2,7 +2,8 @@
 
     candidate    the version the last run made
     champion     moves only when the new version is better than the last champion on the same prompts, answered in the
-                 same run: the lower end of the 95% interval of the paired difference must be above `register.margin`
+                 same run: on every required set the lower end of the 95% interval of the paired difference must be
+                 above `register.margin`
 
 Every move is kept in the registered model's tag `champion.history`, so that one command goes back.
 """
@@ -19,9 +20,10 @@ from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 
 from hidden_states.errors import DatasetError, Refusal
-from tasks.intervals import FEWEST, paired
+from tasks.evaluation import compare
+from tasks.intervals import FEWEST, Paired
 from tasks.job import Job, need
-from tasks.serving import serve
+from tasks.serving import evaluate, put_figures
 from tasks.step import step
 
 CHAMPION, HISTORY = "champion", "champion.history"
@@ -121,22 +123,27 @@ def measure_champion(job: Job) -> None:
     folder = job.folder / "champion"
     folder.mkdir(exist_ok=True)
     try:
-        found = known.download(version, folder)
-        served, _ = serve(job, "champion", need(job.prompts, "prompts"), found)
+        served = evaluate(job, "champion", known.download(version, folder))
     except Refusal as error:  # no reason to lose the new drafter; the decision says it
         figures["champion_not_served"] = str(error)
         log.warning("version %s, the champion, could not be served: %s", version, error)
         return
-    figures["champion_acceptance_length"] = served.acceptance_length
-    figures["champion_outputs_equal"] = served.outputs_equal
-    if served.prompts < FEWEST:
+    put_figures(job, "champion", served)
+    try:
+        result = compare(need(job.evaluation, "evaluation"), served)
+    except DatasetError as error:  # too few prompts: the decision says it, set by set
+        log.warning("the champion, version %s, was served, but not compared: %s", version, error)
         return
-    result = paired(figures["served_histograms"], served.histograms)
-    figures["versus_champion"] = {
-        key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(result).items()
-    }
-    log.info("against the champion, version %s: %.3f / %.3f; difference %+.3f, 95%% interval [%+.3f, %+.3f]", version,
-             result.one, result.other, result.difference, result.low, result.high)  # fmt: skip
+    figures["versus_champion_sets"] = {key: _rounded(found) for key, found in result.sets.items()}
+    if result.overall is not None:
+        figures["versus_champion"] = _rounded(result.overall)
+    for key, found in result.sets.items():
+        log.info("%s, against the champion, version %s: %.3f / %.3f; difference %+.3f, 95%% interval [%+.3f, %+.3f]",
+                 key, version, found.one, found.other, found.difference, found.low, found.high)  # fmt: skip
+
+
+def _rounded(result: Paired) -> dict[str, Any]:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(result).items()}
 
 
 @step("decide")
@@ -149,8 +156,10 @@ def decide(job: Job) -> None:
     if against:
         figures |= {"promoted": False, "decision": f"version {version} is not made champion: {'; '.join(against)}"}
     else:
-        result = figures.get("versus_champion")
-        why = f"better than version {before} by {result['low']:+.3f} at least" if result else "the first one"
+        leads = [figures["versus_champion_sets"][name]["low"] for name in required_sets(job)] if before else []
+        why = "the first one"
+        if leads:
+            why = f"better than version {before} by {min(leads):+.3f} at least on every required set"
         known.move(version, job.run_id, why)
         figures |= {"promoted": True, "decision": f"version {version} is the champion now: {why}"}
     known.client.set_model_version_tag(known.model, version, "decision", figures["decision"])
@@ -166,9 +175,9 @@ def reasons_against(job: Job) -> list[str]:
         return ["it was not served"]
     reasons = []
     served, least = figures["served_acceptance_length"], recipe.evaluate.min_acceptance_length
-    differing = figures["served_prompts"] - figures["served_outputs_equal"]
-    if differing:
-        reasons.append(f"{differing} of {figures['served_prompts']} outputs differ from plain decoding")
+    for name, found in figures["served_sets"].items():
+        if "outputs_equal" in found and (differing := found["prompts"] - found["outputs_equal"]):
+            reasons.append(f"set {name}: {differing} of {found['prompts']} outputs differ from plain decoding")
     if least is not None and served < least:
         reasons.append(f"served acceptance {served:.3f} is below evaluate.min_acceptance_length, {least:g}")
     control = figures.get("control_acceptance_length")
@@ -177,24 +186,36 @@ def reasons_against(job: Job) -> list[str]:
     missing = [key for key in ("manifest_digest", "fingerprint", "dataset_uri") if not figures.get(key)]
     if missing:
         reasons.append(f"its lineage lacks {', '.join(missing)}")
-    return reasons + _against_champion(figures, recipe.register_.margin)
+    return reasons + _against_champion(job)
 
 
-def _against_champion(figures: dict[str, Any], margin: float) -> list[str]:
+def required_sets(job: Job) -> list[str]:
+    """Sets on which a drafter must lead: the recipe's choice, else every one that was answered greedily."""
+    chosen = job.recipe.evaluate.required
+    if chosen is not None:
+        return chosen
+    return [name for name, found in job.figures["served_sets"].items() if "outputs_equal" in found]
+
+
+def _against_champion(job: Job) -> list[str]:
+    figures, margin = job.figures, job.recipe.register_.margin
     version = figures.get("champion_version")
     if version is None:
         return []
     if "champion_not_served" in figures:
         return [f"the champion, version {version}, could not be served beside it"]
-    result = figures.get("versus_champion")
-    if result is None:
-        return [
-            f"{figures['served_prompts']} prompts are too few to compare it with version {version}; {FEWEST} at least"
-        ]
-    if not result["low"] > margin:  # an interval that cannot be had is no lead either
-        interval = f"[{result['low']:+.3f}, {result['high']:+.3f}]"
-        return [
-            f"against version {version} the difference is {result['difference']:+.3f}, 95% interval {interval}, which "
-            f"does not lie above {margin:g}"
-        ]
-    return []
+    reasons = []
+    for name in required_sets(job):
+        result = figures.get("versus_champion_sets", {}).get(name)
+        if result is None:
+            count = figures["served_sets"].get(name, {}).get("prompts", 0)
+            reasons.append(
+                f"set {name}: {count} prompts are too few to compare it with version {version}; {FEWEST} at least"
+            )
+        elif not result["low"] > margin:  # an interval that cannot be had is no lead either
+            interval = f"[{result['low']:+.3f}, {result['high']:+.3f}]"
+            reasons.append(
+                f"set {name}: against version {version} the difference is {result['difference']:+.3f}, 95% interval "
+                f"{interval}, which does not lie above {margin:g}"
+            )
+    return reasons

@@ -19,11 +19,12 @@ from infra.recipe import Recipe
 
 if TYPE_CHECKING:
     from tasks.capture_pool import CapturePool
+    from tasks.evaluation import Evaluation
     from tasks.ledger import Ledger
     from tasks.planning import Plan
     from tasks.proof import Judges
     from tasks.replies import RunSamples
-    from tasks.serving import ServedPrompt
+    from tasks.serving import Plain
     from tasks.tracking import Tracker
     from tasks.training import Trained
 
@@ -70,7 +71,8 @@ class Job:
     objects_before: set[str] = field(default_factory=set)
     dataset: Dataset | None = None
     trained: "Trained | None" = None
-    prompts: "list[ServedPrompt] | None" = None
+    plain: "Plain | None" = None
+    evaluation: "Evaluation | None" = None
 
     @contextlib.contextmanager
     def clock(self, step: str) -> Iterator[None]:

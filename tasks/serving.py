@@ -1,80 +1,106 @@
-"""Measuring a drafter where it counts: served by SGLang, on held-out prompts, against plain decoding."""
+"""Measuring drafters where it counts: served by SGLang, on every prompt set, against plain decoding."""
 
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prefect.logging import get_run_logger
 
 from hidden_states.errors import GateError
-from hidden_states.manifest import HELD_OUT
 from infra.client import Generation, SGLangClient, acceptance_length
-from infra.recipe import Recipe
 from infra.server import SGLangServer
 from tasks.capture_session import server_spec
+from tasks.engine import engine_settings
+from tasks.evaluation import GREEDY, Answer, Evaluation, SetRecord
 from tasks.job import Job, need
+from tasks.prompt_sets import HELD_OUT, PromptSet, describe, prompt_sets
+from tasks.stage import current
 from tasks.step import step
 
 Kind = Literal["drafter", "control", "plain", "champion"]
 
 
 @dataclass(frozen=True)
-class ServedPrompt:
-    """A held-out prompt; `reply` is the target's own plain greedy reply, None when it is not known yet."""
+class Pass:
+    """A prompt set served at one sampling."""
 
-    ids: list[int]
-    reply: list[int] | None
+    prompts: PromptSet
+    sampling: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.prompts.name}{'' if self.sampling == GREEDY else '@production'}"
 
 
 @dataclass(frozen=True)
-class Served:
-    """What serving showed.
+class Plain:
+    """Plain decoding: what every drafter is held against. `answers`: by `Pass.key`, in the order of the prompts."""
 
-    Attributes:
-        acceptance_length: accepted drafted tokens per verification + 1, from the histogram.
-        histogram: verifications by accepted drafted tokens, 0 to num_steps.
-        histograms: the same per prompt, for paired comparisons; each may end early.
-        by_prompt: acceptance length of each prompt.
-        outputs_equal: prompts whose output is token for token that of plain decoding.
-        tokens_per_s: output tokens over the servers' seconds per request.
+    passes: list[Pass]
+    answers: dict[str, list[Generation]]
+    settings: dict[str, Any]
+
+
+def passes_of(job: Job, sets: list[PromptSet]) -> list[Pass]:
+    """Every set greedily, and then as production samples, where the recipe says how."""
+    own = job.recipe.evaluate.sampling
+    passes = [Pass(found, GREEDY) for found in sets]
+    return passes if own is None else [*passes, *(Pass(found, own.model_dump()) for found in sets)]
+
+
+@step("measure plain decoding", retries=1)
+def measure_plain(job: Job) -> None:
+    """Choose the prompts, and serve the target without a drafter: its outputs, and its speed."""
+    sets = prompt_sets(job.recipe, need(job.dataset, "dataset"))
+    job.figures["prompt_sets"] = describe(sets)
+    need(job.tracker, "MLflow run").tags({f"prompt_set.{s.name}": f"{s.version} {s.digest}" for s in sets})
+    passes = passes_of(job, sets)
+    answers, settings = serve(job, "plain", passes)
+    job.plain = Plain(passes, answers, settings)
+
+
+@step("serve and measure", retries=1, run_name="serve and measure {kind}")
+def measure(job: Job, kind: Kind) -> None:
+    """Serve one drafter and put its figures into the job's, named `served_...` or `control_...`.
+
+    The control is served the held-out prompts only: it is there to show what an untrained drafter does.
     """
-
-    acceptance_length: float
-    histogram: list[int]
-    histograms: list[list[int]]
-    by_prompt: list[float]
-    prompts: int
-    outputs_equal: int
-    tokens: int
-    tokens_per_s: float
+    found = evaluate(job, kind, only=HELD_OUT if kind == "control" else None)
+    prefix = "served" if kind == "drafter" else kind
+    put_figures(job, prefix, found)
+    if kind == "drafter":
+        job.evaluation = found
 
 
-def held_out_prompts(job: Job) -> list[ServedPrompt]:
-    """The first held-out samples of the dataset, cut where their reply begins."""
-    recipe, dataset = job.recipe, need(job.dataset, "dataset")
-    table = dataset.samples
-    ids = sorted(
-        i for i, split in zip(table["id"].to_pylist(), table["split"].to_pylist(), strict=True) if split == HELD_OUT
-    )
-    own = recipe.regenerate
-    known = own.enabled and own.temperature == 0 and own.max_new_tokens >= recipe.evaluate.max_new_tokens
-    prompts = []
-    for sample_id in ids[: recipe.evaluate.prompts]:
-        tokens, mask = dataset.read_tokens(sample_id)
-        start = mask.index(1)
-        reply = tokens[start:][: recipe.evaluate.max_new_tokens] if known else None
-        prompts.append(ServedPrompt(tokens[:start], reply))
-    return prompts
-
-
-def serve(
-    job: Job, kind: Kind, prompts: list[ServedPrompt], drafter: Path | None = None
-) -> tuple[Served, list[Generation]]:
-    """Start the target (with a drafter unless `plain`), answer the prompts, end it.
+def evaluate(job: Job, kind: Kind, drafter: Path | None = None, only: str | None = None) -> Evaluation:
+    """A drafter's serving record on the prompts of plain decoding; outputs that differ are reported first.
 
     Args:
         drafter: its folder; left out = this run's own of that kind.
+        only: one set alone, by `Pass.key`.
+    """
+    plain = need(job.plain, "plain decoding")
+    passes = [one for one in plain.passes if only in (None, one.key)]
+    answers, settings = serve(job, kind, passes, drafter)
+    records = [set_record(one, answers[one.key], plain.answers[one.key]) for one in passes]
+    found = Evaluation.of(kind, settings, records)
+    log = get_run_logger()
+    for line in found.differences:
+        log.warning("%s answers otherwise than plain decoding: %s", kind, line)
+    for key, record in found.sets.items():
+        equal = f"; {record.outputs_equal} of {len(record.answers)} outputs equal" if record.greedy else ""
+        log.info("%s, %s: %.3f accepted + 1 per verification; %.2f times as fast as plain decoding%s", kind, key,
+                 record.acceptance_length, record.speed_up, equal)  # fmt: skip
+    return found
+
+
+def serve(
+    job: Job, kind: Kind, passes: list[Pass], drafter: Path | None = None
+) -> tuple[dict[str, list[Generation]], dict[str, Any]]:
+    """Start the target (with a drafter unless `plain`), answer the prompts of every pass, end it.
+
+    Returns:
+        answers by `Pass.key`, and what was measured with (`tasks.engine`).
     """
     recipe = job.recipe
     spec = server_spec(recipe, recipe.server, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
@@ -82,26 +108,20 @@ def serve(
     spec.draft_path = None if kind == "plain" else drafter or job.folder / kind
     with SGLangServer(spec) as server:
         server.wait_ready(recipe.server.ready_deadline_s)
+        settings = engine_settings(recipe, server.info())
         with SGLangClient(server.base_url, timeout_s=recipe.server.request_timeout_s) as client:
-            answers = _answers(client, prompts, recipe)
-    # SGLang ends each histogram at the longest acceptance that request had: they differ in length
-    histogram = [sum(column) for column in zip_longest(*(a.spec_histogram or [] for a in answers), fillvalue=0)]
-    equal = sum(p.reply is None or a.output_ids == p.reply for p, a in zip(prompts, answers, strict=True))
-    tokens = sum(len(a.output_ids) for a in answers)
-    return Served(
-        acceptance_length=round(acceptance_length(histogram), 4),
-        histogram=histogram,
-        histograms=[list(a.spec_histogram or []) for a in answers],
-        by_prompt=[round(a.acceptance_length or 1.0, 4) for a in answers],
-        prompts=len(prompts),
-        outputs_equal=equal,
-        tokens=tokens,
-        tokens_per_s=round(tokens / sum(a.e2e_latency for a in answers), 2),
-    ), answers
+            return {one.key: _answers(client, one, job) for one in passes}, settings
 
 
-def _answers(client: SGLangClient, prompts: list[ServedPrompt], recipe: Recipe) -> list[Generation]:
-    requests = [client.request(p.ids, max_new_tokens=recipe.evaluate.max_new_tokens) for p in prompts]
+def _answers(client: SGLangClient, one: Pass, job: Job) -> list[Generation]:
+    recipe, sampling = job.recipe, dict(one.sampling)
+    temperature = sampling.pop("temperature")
+    requests = []
+    for prompt in one.prompts.prompts:
+        rid = f"evaluate-{job.run_id}-{one.key}-{prompt.digest[:16]}"
+        # a key of its own: no request finds another's prompt in the prefix cache, whichever order they come in
+        requests.append(client.request(prompt.ids, rid=rid, extra_key=rid, temperature=temperature, sampling=sampling,
+                                       max_new_tokens=recipe.evaluate.max_new_tokens))  # fmt: skip
     by_rid = {
         answer.rid: answer
         for answer in client.generate_many(
@@ -113,24 +133,46 @@ def _answers(client: SGLangClient, prompts: list[ServedPrompt], recipe: Recipe) 
     return [by_rid[request.rid] for request in requests]
 
 
-@step("measure plain decoding", retries=1)
-def measure_plain(job: Job) -> None:
-    """The held-out prompts with the target's plain replies: from the dataset, or by serving it without a drafter."""
-    prompts = held_out_prompts(job)
-    if any(p.reply is None for p in prompts):
-        _, answers = serve(job, "plain", prompts)
-        prompts = [ServedPrompt(p.ids, a.output_ids) for p, a in zip(prompts, answers, strict=True)]
-    job.prompts = prompts
+def set_record(one: Pass, answers: list[Generation], plain: list[Generation]) -> SetRecord:
+    """What serving a set showed, prompt by prompt."""
+    made = [
+        Answer(
+            prompt.digest, prompt.source, len(prompt.ids), list(a.spec_histogram or []), len(a.output_ids),
+            round(a.e2e_latency, 4), len(p.output_ids), round(p.e2e_latency, 4),
+            first_difference(a.output_ids, p.output_ids),
+        )
+        for prompt, a, p in zip(one.prompts.prompts, answers, plain, strict=True)
+    ]  # fmt: skip
+    found = one.prompts
+    return SetRecord(found.name, found.version, found.digest, found.domain, one.sampling, found.in_training, made)
 
 
-@step("serve and measure", retries=1, run_name="serve and measure {kind}")
-def measure(job: Job, kind: Kind) -> None:
-    """Serve one drafter and put its figures into the job's, named `served_...` or `control_...`."""
-    served, _ = serve(job, kind, need(job.prompts, "prompts"))
-    prefix = "served" if kind == "drafter" else kind
-    job.figures |= {f"{prefix}_{name}": value for name, value in asdict(served).items()}
-    get_run_logger().info("%s: %.3f accepted + 1 per verification; %d of %d outputs as in plain decoding", kind,
-                          served.acceptance_length, served.outputs_equal, served.prompts)  # fmt: skip
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """First position at which two outputs are not the same; None when they are equal."""
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return position
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def put_figures(job: Job, prefix: str, found: Evaluation) -> None:
+    """A drafter's figures into the job's (the held-out set's by name, every set's in `<prefix>_sets`) and to MLflow."""
+    record = found.sets[HELD_OUT]
+    job.figures |= {f"{prefix}_{name}": value for name, value in record.figures().items()}
+    job.figures |= {
+        f"{prefix}_histogram": record.histogram,
+        f"{prefix}_by_prompt": [round(acceptance_length(a.histogram), 4) for a in record.answers],
+        f"{prefix}_sets": {key: one.figures() for key, one in found.sets.items()},
+        f"{prefix}_differences": found.differences,
+    }
+    metrics = {
+        f"{prefix}/{key.replace('@', '_at_')}/{name}": value
+        for key, one in found.sets.items()
+        for name, value in one.figures().items()
+        if not isinstance(value, list)
+    }
+    for tracker in {id(t): t for t in (need(job.tracker, "MLflow run"), current(job))}.values():
+        tracker.metrics(metrics)
 
 
 def judge(job: Job) -> None:

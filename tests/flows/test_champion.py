@@ -12,7 +12,13 @@ from tests.flows.runs import Place, tiny_recipe
 @pytest.mark.slow
 def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    served = {"prompts": 8, "max_new_tokens": 12, "control": False}
+    tasks = [{"task_id": f"HumanEval/{n}", "prompt": f"def g{n}(y):", "test": "assert True"} for n in range(8)]
+    known = [
+        {"messages": [{"role": "user", "content": f"def f{n}(x): return x + {n * 7}  # explain"}]} for n in range(5)
+    ]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*tasks, *known]))
+    code = {"name": "code", "path": str(tmp_path / "code.jsonl"), "version": "2", "prompts": 9}
+    served = {"prompts": 8, "max_new_tokens": 12, "control": False, "sets": [code]}
     recipe = str(
         tiny_recipe(tmp_path, store={"uri": f"file://{tmp_path}/store"}, data={"held_out_share": 0.3}, evaluate=served)
     )
@@ -27,11 +33,19 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
     assert second["champion_version"] == first["model_version"] == "1"
     assert second["champion_acceptance_length"] == first["served_acceptance_length"]  # greedy: the same again
     assert second["champion_outputs_equal"] == second["served_outputs_equal"] == 8
-    against = second["versus_champion"]
+    assert second["served_differences"] == []
+    sets = {found["name"]: found for found in second["prompt_sets"]}
+    assert sets["code"]["version"] == "2" and sets["code"]["prompts"] + sets["code"]["in_training"] >= 9
+    assert sets["code"]["in_training"] > 0  # of the five that are in the conversations, those that were trained on
+    assert second["champion_sets"]["code"]["acceptance_length"] == first["served_sets"]["code"]["acceptance_length"]
+    assert second["served_sets"]["code"]["plain_tokens_per_s"] > 0
+    against = second["versus_champion_sets"]["held-out"]
     assert against["low"] <= against["difference"] <= against["high"]
     lead = second["served_acceptance_length"] - second["champion_acceptance_length"]
     assert against["difference"] == pytest.approx(lead, abs=2e-4)
-    assert not second["promoted"] and "does not lie above 9" in second["decision"] and second["decision"] in output
+    assert second["versus_champion"]["prompts"] == 8 + sets["code"]["prompts"]
+    assert not second["promoted"] and second["decision"].count("does not lie above 9") == 2
+    assert second["decision"][:60] in output
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/.eyas/mlflow/mlflow.db")
     model = second["model_name"]
@@ -41,7 +55,9 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
 
     status, output = place.run("compare", f"{model}/2", f"{model}/1", "--json")
     assert status == 0, output
-    assert json.loads(output)["difference"] == pytest.approx(lead, abs=2e-4)
+    compared = json.loads(output)
+    assert compared["sets"]["held-out"]["difference"] == pytest.approx(lead, abs=2e-4)
+    assert compared["sets"].keys() == {"held-out", "code"}
     status, output = place.run("champion", model, "--set", "2", "--reason", "wanted")
     assert status == 0 and "version 2 is champion" in output and "by hand: wanted" in output
     status, output = place.run("champion", model, "--back")
