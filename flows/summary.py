@@ -68,17 +68,28 @@ def print_extraction(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def print_verdict(console: Console, s: dict[str, Any]) -> None:
-    """Predicted and served acceptance, of the drafter and of its control."""
+    """Outputs that differ first; then acceptance of the drafter, predicted and served, and of what it must beat."""
+    champion = f"champion, version {s.get('champion_version')}"
+    drafters = [("trained", "served"), ("untrained control", "control"), (champion, "champion")]
+    for label, key in drafters:
+        for line in s.get(f"{key}_differences", []):
+            console.print(f"{label}: another output than plain decoding: {line}", markup=False)
     verdict = Table(
         title="Acceptance length (accepted tokens per verification + 1)", title_justify="left", padding=(0, 1)
     )
-    for column in ("drafter", "predicted", "served", "outputs equal to plain decoding"):
-        verdict.add_column(column, justify="left" if column == "drafter" else "right")
-    champion = f"champion, version {s.get('champion_version')}"
-    for label, key in (("trained", "served"), ("untrained control", "control"), (champion, "champion")):
-        if s.get(f"{key}_acceptance_length") is not None:
-            predicted = number(s["predicted_acceptance_length"], 2) if key == "served" else "-"
-            same = f"{s[f'{key}_outputs_equal']} of {s['served_prompts']}"
-            verdict.add_row(label, predicted, number(s[f"{key}_acceptance_length"], 2), same)
+    for column in ("set", "drafter", "predicted", "served", "speed-up", "outputs equal to plain decoding"):
+        verdict.add_column(column, justify="left" if column in ("set", "drafter") else "right")
+    names = list(s.get("served_sets", {}))
+    for name in names:
+        for label, key in drafters:
+            found = s.get(f"{key}_sets", {}).get(name)
+            if found is None:
+                continue
+            predicted = key == "served" and name == "held-out"
+            equal = f"{found['outputs_equal']} of {found['prompts']}" if "outputs_equal" in found else "sampled"
+            verdict.add_row(
+                name, label, number(s["predicted_acceptance_length"], 2) if predicted else "-",
+                number(found["acceptance_length"], 2), number(found["speed_up"], 2), equal,
+            )  # fmt: skip
     console.print(verdict)
     console.print(f"{s['decision'][0].upper()}{s['decision'][1:]}.", markup=False)

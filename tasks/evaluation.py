@@ -62,8 +62,8 @@ class SetRecord:
 
     @property
     def key(self) -> str:
-        """The set's name; with `@production` where it was sampled."""
-        return self.name if self.greedy else f"{self.name}@production"
+        """The set's name; with `/production` where it was sampled."""
+        return self.name if self.greedy else f"{self.name}/production"
 
     @property
     def greedy(self) -> bool:

@@ -31,6 +31,7 @@ def model_card(job: Job, lineage: dict[str, Any]) -> str:
         f"| draft vocabulary | {recipe.train.draft_vocab_size} |",
         "",
         "Acceptance length = accepted drafted tokens per verification + 1, from SGLang's histogram, greedy.",
+        *_sets(f.get("served_sets", {})),
         "",
         "## Serve it",
         "",
@@ -47,6 +48,17 @@ def model_card(job: Job, lineage: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _sets(sets: dict[str, dict[str, Any]]) -> list[str]:
+    """A table, a row a prompt set."""
+    if not sets:
+        return []
+    rows = [
+        f"| {name} | {found['prompts']} | {found['acceptance_length']:.3f} | {found['speed_up']:.2f} |"
+        for name, found in sets.items()
+    ]
+    return ["", "| prompt set | prompts | acceptance length | speed-up |", "|-|-|-|-|", *rows]
 
 
 def _figure(value: float | None) -> str:

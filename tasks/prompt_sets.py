@@ -62,23 +62,28 @@ def prompt_sets(recipe: Recipe, dataset: Dataset) -> list[PromptSet]:
         DataError: a set's file cannot be read, or nothing is left of the set.
     """
     trained = trained_prompts(dataset)
-    sets = [held_out_set(dataset)] + [_from_file(section, recipe) for section in recipe.evaluate.sets]
-    most = [recipe.evaluate.prompts] + [section.prompts for section in recipe.evaluate.sets]
-    return [_apart(found, trained, limit) for found, limit in zip(sets, most, strict=True)]
+    named = [_apart(_from_file(section, recipe), trained, section.prompts) for section in recipe.evaluate.sets]
+    return [held_out_set(dataset, trained, recipe.evaluate.prompts), *named]
 
 
-def held_out_set(dataset: Dataset) -> PromptSet:
-    """Every held-out sample in the order of ids, cut where its first reply begins; prompts that occur twice once."""
+def held_out_set(dataset: Dataset, trained: frozenset[str], most: int) -> PromptSet:
+    """The first held-out samples by id, each cut where its first reply begins; no further one is read."""
     table = dataset.samples
     splits = zip(table["id"].to_pylist(), table["split"].to_pylist(), strict=True)
     ids = sorted(sample_id for sample_id, split in splits if split == HELD_OUT_SPLIT)
     prompts: dict[str, ServedPrompt] = {}
+    seen = 0
     for sample_id in ids:
+        if len(prompts) == most:
+            break
         tokens, mask = dataset.read_tokens(sample_id)
         asked = tokens[: mask.index(1)]
         digest = contract.tokens_sha256(asked)
-        prompts.setdefault(digest, ServedPrompt(asked, digest, sample_id))
-    return PromptSet(HELD_OUT, dataset.name, _digest(ids), HELD_OUT, list(prompts.values()))
+        seen += digest in trained
+        if digest not in trained:
+            prompts.setdefault(digest, ServedPrompt(asked, digest, sample_id))
+    found = PromptSet(HELD_OUT, dataset.name, _digest(ids), HELD_OUT, list(prompts.values()), seen)
+    return _not_empty(found)
 
 
 def _from_file(section: Section, recipe: Recipe) -> PromptSet:
@@ -113,13 +118,16 @@ def _from_file(section: Section, recipe: Recipe) -> PromptSet:
 def _apart(found: PromptSet, trained: frozenset[str], most: int) -> PromptSet:
     """The first prompts of a set that training has not seen."""
     new = [prompt for prompt in found.prompts if prompt.digest not in trained]
-    seen = len(found.prompts) - len(new)
-    if not new:
+    return _not_empty(replace(found, prompts=new[:most], in_training=len(found.prompts) - len(new)))
+
+
+def _not_empty(found: PromptSet) -> PromptSet:
+    if not found.prompts:
         raise DataError(
-            f"prompt set {found.name}", f"all {seen} prompts are in the training split", "prompts it has not seen",
-            "Take the set out of evaluate.sets, or its rows out of data.conversations.",
+            f"prompt set {found.name}", f"all {found.in_training} prompts are in the training split",
+            "prompts it has not seen", "Take the set out of evaluate.sets, or its rows out of data.conversations.",
         )  # fmt: skip
-    return replace(found, prompts=new[:most], in_training=seen)
+    return found
 
 
 def _digest(content: list[str]) -> str:

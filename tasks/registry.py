@@ -47,11 +47,21 @@ def register_drafter(job: Job) -> None:
         "served_acceptance_length": str(figures.get("served_acceptance_length")),
         "predicted_acceptance_length": str(figures["predicted_acceptance_length"]),
         "eyas.run": job.run_id,
+        **set_tags(job),
     }
     _, version = register_version(tracker, name, source, tags, f"Trained by {job.run_id} on {figures['dataset_uri']}")
     figures |= {"model_name": name, "model_version": version}
     tracker.tags({"drafter.version": f"{name}/{version}", "sglang.version": figures["sglang_version"]})
     get_run_logger().info("registered %s version %s", name, version)
+
+
+def set_tags(job: Job) -> dict[str, str]:
+    """Of a model version: what it was served on, and how well, set by set."""
+    sets, served = job.figures.get("prompt_sets", []), job.figures.get("served_sets", {})
+    tags = {f"prompt_set.{found['name']}": f"{found['version']} {found['digest']}" for found in sets}
+    return tags | {
+        f"served/{name}/acceptance_length": str(found["acceptance_length"]) for name, found in served.items()
+    }
 
 
 def finish(job: Job) -> dict[str, Any]:

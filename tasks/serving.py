@@ -29,7 +29,7 @@ class Pass:
 
     @property
     def key(self) -> str:
-        return f"{self.prompts.name}{'' if self.sampling == GREEDY else '@production'}"
+        return f"{self.prompts.name}{'' if self.sampling == GREEDY else '/production'}"
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def put_figures(job: Job, prefix: str, found: Evaluation) -> None:
         f"{prefix}_differences": found.differences,
     }
     metrics = {
-        f"{prefix}/{key.replace('@', '_at_')}/{name}": value
+        f"{prefix}/{key}/{name}": value
         for key, one in found.sets.items()
         for name, value in one.figures().items()
         if not isinstance(value, list)

@@ -51,7 +51,10 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
     model = second["model_name"]
     assert str(client.get_model_version_by_alias(model, "champion").version) == "1"
     assert str(client.get_model_version_by_alias(model, "candidate").version) == "2"
-    assert client.get_model_version(model, "2").tags["decision"] == second["decision"]
+    tags = client.get_model_version(model, "2").tags
+    assert tags["decision"] == second["decision"]
+    assert tags["prompt_set.code"] == f"2 {sets['code']['digest']}"
+    assert tags["served/code/acceptance_length"] == str(second["served_sets"]["code"]["acceptance_length"])
 
     status, output = place.run("compare", f"{model}/2", f"{model}/1", "--json")
     assert status == 0, output

@@ -22,8 +22,8 @@ KEYS = {
 }  # fmt: skip
 SHORT = [
     "data.max_conversations=30", "data.held_out_share=0.15", "regenerate.max_new_tokens=32", "evaluate.prompts=2",
-    "evaluate.max_new_tokens=24", "evaluate.min_acceptance_length=null", "train.max_seconds=25", "train.eval_every=20",
-    "train.draft_vocab_size=2048",
+    "evaluate.sets=[]", "evaluate.max_new_tokens=24", "evaluate.min_acceptance_length=null", "train.max_seconds=25",
+    "train.eval_every=20", "train.draft_vocab_size=2048",
 ]  # fmt: skip
 
 

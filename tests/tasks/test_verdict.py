@@ -75,8 +75,8 @@ def test_an_evaluation_keeps_every_prompt_of_every_set(tmp_path: Path) -> None:
     made = evaluation(
         tmp_path / "a", "a", record("held-out", range(9), [4, 3, 1]), record("code", range(4), [2, 2]), sampled
     )
-    assert list(made.sets) == ["held-out", "code", "code@production"]
-    assert made.sets["code@production"] == sampled
+    assert list(made.sets) == ["held-out", "code", "code/production"]
+    assert made.sets["code/production"] == sampled
     assert made.sets["held-out"].figures() == {
         "acceptance_length": 1.625, "by_position": [0.5, 0.125], "prompts": 9, "tokens": 90, "tokens_per_s": 5.0,
         "plain_tokens_per_s": 3.33, "speed_up": 1.5, "outputs_equal": 9,
@@ -122,7 +122,7 @@ def test_a_set_whose_content_changed_is_named_and_one_sampled_otherwise_is_left_
     other = evaluation(tmp_path / "b", "b", changed, record("code", range(9), [4, 4], cold))
     found = compare(one, other)
     assert list(found.sets) == ["chat"]
-    assert [note.split(" was")[0].split(" has")[0] for note in found.notes] == ["set chat", "set code@production"]
+    assert [note.split(" was")[0].split(" has")[0] for note in found.notes] == ["set chat", "set code/production"]
 
 
 @pytest.mark.parametrize("setting", [{"num_steps": 5}, {"target": "another"}, {"template": "sha"}])
@@ -153,7 +153,7 @@ def test_an_evaluation_that_cannot_be_used_is_refused_with_what_to_do(
 EQUAL = {"prompts": 12, "outputs_equal": 12}
 GOOD: dict[str, Any] = {
     "served_acceptance_length": 1.8, "control_acceptance_length": 1.0,
-    "served_sets": {"held-out": EQUAL, "code": EQUAL, "code@production": {"prompts": 12}},
+    "served_sets": {"held-out": EQUAL, "code": EQUAL, "code/production": {"prompts": 12}},
     "manifest_digest": "m", "fingerprint": "f", "dataset_uri": "u",
 }  # fmt: skip
 LEAD = {"low": 0.05, "high": 0.2, "difference": 0.1}
