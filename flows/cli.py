@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flows.environment import settle
@@ -80,7 +81,7 @@ def compare(args: argparse.Namespace) -> int:
     """`eyas compare`: two drafters on the prompts both were served."""
     from flows.compare import compare_drafters, print_comparison
 
-    _answer(args, compare_drafters(args.one, args.other), print_comparison)
+    _answer(args, compare_drafters(args.one, args.other, args.sets, args.html), print_comparison)
     return 0
 
 
@@ -195,7 +196,9 @@ def parser() -> argparse.ArgumentParser:
     _add_formats(command)
     made = command("compare", compare, "two drafters, paired over the prompts both were served, with an interval")
     for name in ("one", "other"):
-        made.add_argument(name, metavar=name.upper(), help="MODEL/VERSION in MLflow, or a drafter's folder")
+        made.add_argument(name, metavar=name.upper(), help="MODEL/VERSION or MODEL@ALIAS in MLflow, or a folder")
+    made.add_argument("--set", action="append", default=[], dest="sets", metavar="NAME", help="this prompt set only")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page, with plots")
     made = command("champion", champion, "the version in production, and every move so far; or move it by hand")
     made.add_argument("model", metavar="MODEL", help="registered model in MLflow")
     how = made.add_mutually_exclusive_group()

@@ -1,55 +1,74 @@
 """`eyas compare` and `eyas champion`: drafters side by side, and which one is in production."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flows.environment import state_dir
+from hidden_states.errors import DatasetError
 from tasks.begin import tracking_uri
 from tasks.champion import Champions
-from tasks.evaluation import Evaluation, compare
-from tasks.intervals import Paired
+from tasks.comparison import Side, compare_sides
+from tasks.comparison_page import comparison_page
+from tasks.evaluation import Evaluation
+from tasks.verdict_report import interval
 from tasks.words import number
 
 
-def compare_drafters(one: str, other: str) -> dict[str, Any]:
-    """Two drafters on the prompts both were served.
+def compare_drafters(
+    one: str, other: str, sets: Sequence[str] = (), html: Path | None = None, client: MlflowClient | None = None
+) -> dict[str, Any]:
+    """Two drafters on the prompts both were served; see `tasks.comparison.compare_sides`.
 
     Args:
-        one, other: `MODEL/VERSION` in MLflow, or a drafter's folder.
+        one, other: `MODEL/VERSION` or `MODEL@ALIAS` in MLflow, or a drafter's folder.
+        sets: only these prompt sets; none = all that both were served.
+        html: where to write the page.
+
+    Raises:
+        DatasetError: no such drafter, not served, or not comparable.
     """
+    client = client or _client()
     with tempfile.TemporaryDirectory() as folder:
-        found = [_evaluation(name, Path(folder) / str(number)) for number, name in enumerate((one, other))]
-    result = compare(found[0], found[1])
-    return {
-        "names": [one, other],
-        "settings": found[0].settings,
-        "overall": None if result.overall is None else _in_figures(result.overall),
-        "sets": {key: _in_figures(paired) for key, paired in result.sets.items()},
-        "too_few": result.too_few,
-        "notes": result.notes,
-        "figures": [{key: record.figures() for key, record in evaluation.sets.items()} for evaluation in found],
-    }
+        ours, theirs = (_side(name, Path(folder) / str(n), client) for n, name in enumerate((one, other)))
+        answer = compare_sides(ours, theirs, sets)
+    if html is not None:
+        html.write_text(comparison_page(answer), encoding="utf-8")
+        answer["page"] = str(html.resolve())
+    return answer
 
 
-def _in_figures(result: Paired) -> dict[str, Any]:
-    return {
-        **asdict(result),
-        "verdict": "better" if result.low > 0 else "worse" if result.high < 0 else "not told apart",
-    }
-
-
-def _evaluation(name: str, folder: Path) -> Evaluation:
+def _side(name: str, folder: Path, client: MlflowClient) -> Side:
     if Path(name).is_dir():
-        return Evaluation.read(Path(name), name)
-    model, _, version = name.rpartition("/")
+        return Side.of(Evaluation.read(Path(name), name), Path(name), client)
+    model, version = _version(name, client)
     folder.mkdir()
-    return Evaluation.read(Champions(_client(), model).download(version, folder), name)
+    found = Champions(client, model).download(version, folder)
+    return Side.of(Evaluation.read(found, f"{model}/{version}"), found, client)
+
+
+def _version(name: str, client: MlflowClient) -> tuple[str, str]:
+    model, at, version = name.rpartition("@" if "@" in name else "/")
+    do = "MLflow's page lists the versions: `eyas up`."
+    if not model:
+        raise DatasetError(
+            name, "neither a folder nor a version", "a drafter's folder, MODEL/VERSION or MODEL@ALIAS", do
+        )
+    try:
+        if at == "@":
+            version = client.get_model_version_by_alias(model, version).version
+        return model, str(client.get_model_version(model, str(version)).version)
+    except MlflowException as error:
+        raise DatasetError(name, "no such version in MLflow", None, do) from error
 
 
 def _client() -> MlflowClient:
@@ -57,26 +76,43 @@ def _client() -> MlflowClient:
 
 
 def print_comparison(answer: dict[str, Any]) -> None:
-    """The comparison as a table, a row a set, and what each accepts at every position."""
+    """Tables: a row a set (and domain), a row a position; then what differs in the making."""
     console = Console(highlight=False)
     one, other = answer["names"]
-    table = Table(title=f"Acceptance length: {one} / {other}", title_justify="left")
-    for column in ("set", "prompts", "one", "other", "difference, 95% interval", "verdict", "speed-up, one / other"):
-        table.add_column(column, justify="left" if column in ("set", "verdict") else "right")
-    rows = answer["sets"] | ({"all together": answer["overall"]} if answer["overall"] else {})
-    for key, found in rows.items():
-        speeds = " / ".join(number(f[key]["speed_up"], 2) if key in f else "-" for f in answer["figures"])
-        interval = f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
-        table.add_row(key, str(found["prompts"]), number(found["one"], 3), number(found["other"], 3), interval,
-                      found["verdict"], speeds if key in answer["sets"] else "-")  # fmt: skip
-    console.print(table)
+    console.print(f"one: {one}\nother: {other}\n", markup=False)
+    _print_rows(console, answer)
     for key, count in answer["too_few"].items():
-        console.print(f"{key}: {count} prompts in common, too few for an interval")
+        console.print(f"{key}: {count} prompts in common, too few for an interval", markup=False)
     for note in answer["notes"]:
         console.print(note, markup=False)
+    table = Table(title="\nShare of verifications that accept so many tokens", title_justify="left", box=SIMPLE)
+    for column in ("set", "tokens", "one", "other", "lead, 95% interval"):
+        table.add_column(column, justify="left" if column == "set" else "right", no_wrap=True)
     for key, found in answer["sets"].items():
-        positions = ", ".join(f"{value:+.3f}" for value in found["by_position"])
-        console.print(f"{key}: share of verifications that accept at least 1, 2, ... drafted tokens: {positions}")
+        for n, row in enumerate(found["positions"]):
+            table.add_row("" if n else Text(key), str(row["position"]), number(row["one"], 3), number(row["other"], 3),
+                          interval(row))  # fmt: skip
+    console.print(table)
+    for kind, lines in answer["differs"].items():
+        console.print(f"{kind}: " + ("; ".join(lines) or "the same"), markup=False)
+    if "page" in answer:
+        console.print(f"page: {answer['page']}", markup=False)
+
+
+def _print_rows(console: Console, answer: dict[str, Any]) -> None:
+    table = Table(title="Accepted tokens per verification + 1", title_justify="left", box=SIMPLE)
+    for column in ("set", "prompts", "one", "other", "lead, 95% interval", "speed-up"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    rows = dict(answer["sets"])
+    if 1 < len(answer["domains"]) < len(rows):
+        rows |= {f"domain {key}": row for key, row in answer["domains"].items()}
+    if answer["overall"]:
+        rows["all together"] = answer["overall"]
+    for key, row in rows.items():
+        speeds = " / ".join(number(value, 2) for value in row.get("speed_up", ())) or "-"
+        lead = f"{row['verdict']} {interval(row)}".replace(" [", "\n[")
+        table.add_row(Text(key), str(row["prompts"]), number(row["one"], 3), number(row["other"], 3), lead, speeds)
+    console.print(table)
 
 
 def champion(model: str, *, to: str | None, back: bool, reason: str | None) -> dict[str, Any]:

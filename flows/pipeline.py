@@ -19,6 +19,7 @@ from tasks.replies import regenerate_replies
 from tasks.serving import judge, measure, measure_plain
 from tasks.stage import stage
 from tasks.training import export_drafters, train_drafter
+from tasks.verdict_report import report_verdict
 
 
 @eyas_flow("drafter_pipeline")
@@ -49,6 +50,7 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: Sequence[str] = ()
                 measure_champion(job)
         register_drafter(job)
         decide(job)
+        report_verdict(job)
         summary = finish(job)
         judge(job)
         return summary

@@ -9,7 +9,7 @@ Every move is kept in the registered model's tag `champion.history`, so that one
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 
 from hidden_states.errors import DatasetError, Refusal
+from tasks.comparison import Side
 from tasks.evaluation import compare
 from tasks.intervals import FEWEST, Paired
 from tasks.job import Job, need
@@ -123,12 +124,14 @@ def measure_champion(job: Job) -> None:
     folder = job.folder / "champion"
     folder.mkdir(exist_ok=True)
     try:
-        served = evaluate(job, "champion", known.download(version, folder))
+        drafter = known.download(version, folder)
+        served = evaluate(job, "champion", drafter)
     except Refusal as error:  # no reason to lose the new drafter; the decision says it
         figures["champion_not_served"] = str(error)
         log.warning("version %s, the champion, could not be served: %s", version, error)
         return
     put_figures(job, "champion", served)
+    job.champion = Side.of(replace(served, name=f"{known.model}/{version}"), drafter, known.client)
     try:
         result = compare(need(job.evaluation, "evaluation"), served)
     except DatasetError as error:  # too few prompts: the decision says it, set by set

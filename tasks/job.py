@@ -19,6 +19,7 @@ from infra.recipe import Recipe
 
 if TYPE_CHECKING:
     from tasks.capture_pool import CapturePool
+    from tasks.comparison import Side
     from tasks.evaluation import Evaluation
     from tasks.ledger import Ledger
     from tasks.planning import Plan
@@ -73,6 +74,7 @@ class Job:
     trained: "Trained | None" = None
     plain: "Plain | None" = None
     evaluation: "Evaluation | None" = None
+    champion: "Side | None" = None  # the drafter in production, served beside this run's own
 
     @contextlib.contextmanager
     def clock(self, step: str) -> Iterator[None]:

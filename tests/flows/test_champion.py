@@ -1,6 +1,7 @@
 """A new drafter is served beside the one in production, and takes its place only when it has earned it."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,23 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
     assert tags["prompt_set.code"] == f"2 {sets['code']['digest']}"
     assert tags["served/code/acceptance_length"] == str(second["served_sets"]["code"]["acceptance_length"])
 
-    status, output = place.run("compare", f"{model}/2", f"{model}/1", "--json")
+    kept = [{f.path for f in client.list_artifacts(s["mlflow_run_id"])} for s in (first, second)]
+    assert kept[1] - kept[0] == {"comparison.html", "comparison.json"}
+    assert kept[0] >= {"recipe.json", "summary.json", "plots"}
+    plots = [{f.path for f in client.list_artifacts(s["mlflow_run_id"], "plots")} for s in (first, second)]
+    assert plots[0] == {f"plots/{name}.svg" for name in ("by_position", "throughput", "losses")}
+    assert plots[1] == plots[0] | {"plots/differences.svg"}
+    with sqlite3.connect(place.folder / ".eyas" / "prefect" / "prefect.db") as db:
+        ((told,),) = db.execute("select data from artifact where key = 'comparison'").fetchall()
+    note = client.get_run(second["mlflow_run_id"]).data.tags["mlflow.note.content"]
+    assert all(second["decision"] in text and "| held-out |" in text for text in (json.loads(told), note))
+
+    page = tmp_path / "comparison.html"
+    status, output = place.run("compare", f"{model}/2", f"{model}@champion", "--html", str(page), "--json")
     assert status == 0, output
     compared = json.loads(output)
+    assert compared["differs"] == {"data": [], "recipe": ["train.steps: 8 / 6"], "code": []}
+    assert 'id="losses"' in page.read_text()
     assert compared["sets"]["held-out"]["difference"] == pytest.approx(lead, abs=2e-4)
     assert compared["sets"].keys() == {"held-out", "code"}
     status, output = place.run("champion", model, "--set", "2", "--reason", "wanted")
