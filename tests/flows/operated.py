@@ -1,8 +1,10 @@
 """Eyas as it is operated: a real Prefect server, `eyas serve` beside it, runs started, cancelled and retried by API."""
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,11 +14,13 @@ from typing import Any
 import httpx
 import psutil
 
+from infra.lifeline import PR_SET_PDEATHSIG
 from infra.services import embedded_prefect
 from tests.flows.runs import CHECKOUT, Place, wait_for
 
 SABOTEUR = Path(__file__).parent / "saboteur"
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+TRIES = 15
 GONE_S = 45.0  # docs/operating.md: how long anything of a run may outlive it
 
 
@@ -28,7 +32,7 @@ class Operated(Place):
         super().__init__(folder, {
             "PREFECT_API_URL": api, "PREFECT_RUNNER_POLL_FREQUENCY": "1", "PREFECT_HOME": str(folder / "prefect-home"),
             "PYTHONPATH": f"{SABOTEUR}{os.pathsep}{CHECKOUT}", "EYAS_TEST_SABOTAGE": str(self.orders),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
         })  # fmt: skip
         self.recipe = recipe
         self.http = httpx.Client(base_url=api, timeout=30, trust_env=False)
@@ -36,21 +40,22 @@ class Operated(Place):
 
     def serve(self, *recipes: str) -> None:
         """Start `eyas serve` and wait until its deployments are there and it listens."""
+        mark = len(self.log())
         with (self.folder / "serve.log").open("a") as log:
             env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "EYAS"))} | self.env
             self.server = subprocess.Popen(
                 self.command("serve", *(recipes or (str(self.recipe),))), cwd=self.folder, env=env, text=True,
-                stdout=log, stderr=subprocess.STDOUT,
+                stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,
             )  # fmt: skip
-        mark = (self.folder / "serve.log").stat().st_size
-        assert wait_for(lambda: "Your deployments are being served" in self.log()[mark:] or self._ended(), 60)
-        assert not self._ended(), self.log()
+        ready = wait_for(lambda: "Your deployments are being served" in self.log()[mark:] or self._ended(), 60)
+        assert ready and not self._ended(), self.log()
 
     def _ended(self) -> bool:
         return self.server is None or self.server.poll() is not None
 
     def log(self) -> str:
-        return (self.folder / "serve.log").read_text()
+        path = self.folder / "serve.log"
+        return path.read_text() if path.exists() else ""
 
     def stop_serving(self, deadline_s: float = 60) -> None:
         """End `eyas serve` as a person does."""
@@ -66,7 +71,12 @@ class Operated(Place):
         return str(run["id"])
 
     def ask(self, method: str, path: str, **body: Any) -> Any:
-        answer = self.http.request(method, path, json=body or None)
+        """The server's answer. On SQLite a busy one answers 503 now and then; Prefect's own clients ask again too."""
+        for _ in range(TRIES):
+            answer = self.http.request(method, path, json=body or None)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
@@ -123,6 +133,11 @@ class Operated(Place):
         """What its attempt that went to its end wrote."""
         (found,) = [s for s in self.summaries() if s["prefect_flow_run_id"] == run_id]
         return found
+
+
+def end_with_parent() -> None:
+    """A test that is killed leaves no `eyas serve` behind. (Not the lifeline: it would end the runs along with it.)"""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextlib.contextmanager

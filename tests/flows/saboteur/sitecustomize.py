@@ -1,7 +1,7 @@
 """On the path of a program under test: it dies, or refuses, when it enters the step that a file names.
 
-`EYAS_TEST_SABOTAGE` is the file, one line: `kill <step>` or `refuse <step>`. It is taken away as it takes effect, so that
-a retry passes. Nothing of Eyas knows about it.
+`EYAS_TEST_SABOTAGE` is the file, one line: `kill <step>` or `refuse <step>`. It is taken away as it takes effect, so
+that a retry passes. Nothing of Eyas knows about it.
 """
 
 import contextlib

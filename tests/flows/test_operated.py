@@ -1,0 +1,173 @@
+"""Runs as people operate them: from schedules, from Prefect's pages, with somebody pulling the plug."""
+
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.automations import read_automations
+from flows.gpus import limit_name
+from hidden_states.errors import RecipeError
+from tests.flows.operated import Operated, manifest_digest, operated
+from tests.flows.runs import tiny_recipe, wait_for
+
+EVERY_MINUTE = {"cron": "* * * * *", "timezone": "UTC"}
+HELD_S = 120
+
+
+def another_recipe(recipe: Path, name: str, **sections: dict[str, object]) -> str:
+    """The recipe under another name, with some keys changed."""
+    content = yaml.safe_load(recipe.read_text()) | {"name": name}
+    for section, keys in sections.items():
+        content[section] = {**content.get(section, {}), **keys}
+    path = recipe.with_name(f"{name}.yaml")
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    """`eyas serve` with one recipe; one request at a time, so that datasets are the same to the bit."""
+    folder = tmp_path_factory.mktemp("operated").resolve()
+    recipe = tiny_recipe(
+        folder, store={"uri": f"file://{folder}/store"}, evaluate={"enabled": False},
+        server={"max_in_flight_requests": 1, "env": {"OMP_NUM_THREADS": "1"}},
+    )  # fmt: skip
+    with operated(folder, recipe) as served:
+        yield served
+
+
+@pytest.mark.slow
+def test_of_two_schedules_that_fire_while_a_run_holds_the_gpus_one_waits_and_one_is_skipped(place: Operated) -> None:
+    """And a cancelled run gives the GPUs back, with nothing of it left behind."""
+    place.stop_serving()
+    sleeper = place.folder / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    never_ready = {"server": {"python": str(sleeper), "ready_deadline_s": 600}}
+    waits = another_recipe(place.recipe, "waits", schedule={**EVERY_MINUTE, "when_busy": "wait"}, **never_ready)
+    skips = another_recipe(place.recipe, "skips", schedule={**EVERY_MINUTE, "when_busy": "skip"}, **never_ready)
+    place.serve(str(place.recipe), waits, skips)
+    holder = place.begin("extract", [f"server.python={sleeper}", "server.ready_deadline_s=600"])
+    assert wait_for(lambda: any("sleep" in " ".join(p.cmdline()) for p in place.processes()), 60)
+
+    def scheduled(name: str) -> list[dict[str, object]]:
+        found = place.ask("POST", "/flow_runs/filter", deployments={"name": {"any_": [name]}})
+        return sorted(found, key=lambda run: str(run["expected_start_time"]))
+
+    def first(name: str) -> str:
+        return str(scheduled(name)[0]["id"])
+
+    assert wait_for(lambda: bool(scheduled("waits") and scheduled("skips")), HELD_S)
+    due = [datetime.fromisoformat(str(scheduled(name)[0]["expected_start_time"])) for name in ("waits", "skips")]
+    assert abs((due[0] - due[1]).total_seconds()) <= 60
+    assert place.ends(first("skips"), HELD_S) == "CANCELLED"
+    assert "another run holds this host's GPUs" in place.message(first("skips"))
+    waiting = first("waits")
+    assert wait_for(lambda: "waiting for it to end" in place.log(), 60)
+    assert place.state(waiting) == "RUNNING"
+    for deployment in ("waits", "skips"):  # what else comes due would hold the GPUs in its turn
+        pause(place, f"drafter_pipeline/{deployment}")
+
+    place.cancel(holder)
+    assert place.ends(holder, 60) == "CANCELLED"
+    assert wait_for(lambda: any(run["name"] == "tiny-deepseek-v3 waits-v1" for run in scheduled("waits")), 60)
+    place.cancel(waiting)
+    assert place.ends(waiting, 60) == "CANCELLED"
+    for run in scheduled("waits"):
+        if run["id"] != waiting and place.state(str(run["id"])) in ("RUNNING", "PENDING"):
+            place.cancel(str(run["id"]))
+            place.ends(str(run["id"]), 60)
+    assert not place.wait_alone()
+    assert place.ask("GET", f"/v2/concurrency_limits/{limit_name()}")["active_slots"] == 0
+
+
+def pause(place: Operated, deployment: str) -> None:
+    """Its schedule fires no more."""
+    found = place.ask("GET", f"/deployments/name/{deployment}")
+    place.http.patch(f"/deployments/{found['id']}", json={"paused": True}).raise_for_status()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_when_it_is_retried_unless_its_recipe_was_edited(place: Operated) -> None:
+    """The retry of an edited one is refused and names what changed; nothing that is stored is made again."""
+    place.orders.write_text("kill stop server")
+    run = place.begin("extract")
+    assert place.ends(run) == "CRASHED"
+    assert not place.wait_alone()
+    shards = {path: path.stat().st_mtime_ns for path in place.folder.glob("store/tiny-v1/shards/*")}
+    assert len(shards) > 6
+    folders = set(place.folder.glob("runs/*"))
+    original = place.recipe.read_text()
+    place.recipe.write_text(original.replace("max_new_tokens: 12", "max_new_tokens: 13", 1))
+    assert place.recipe.read_text() != original
+    place.retry(run)
+    assert wait_for(lambda: place.run_of(run)["run_count"] == 2, 60)
+    assert place.ends(run) == "FAILED"
+    message = place.message(run)
+    assert "edited since this run began" in message and "max_new_tokens (12 / 13)" in message
+    assert set(place.folder.glob("runs/*")) == folders, "a refused retry began to work"
+
+    place.recipe.write_text(original)
+    place.retry(run)
+    assert wait_for(lambda: place.run_of(run)["run_count"] == 3, 60)
+    assert place.ends(run) == "COMPLETED", place.log()
+    assert {path: path.stat().st_mtime_ns for path in place.folder.glob("store/tiny-v1/shards/*")} == shards
+    assert len(manifest_digest(place.folder / "store")) == 64
+    assert place.run_of(run)["name"] == "tiny-deepseek-v3 tiny-v1"
+
+
+@pytest.mark.slow
+def test_a_training_alone_takes_the_committed_dataset_and_outlives_neither_its_worker(place: Operated) -> None:
+    """`eyas serve` is killed while the run trains: the run ends too; retried under another one it goes on."""
+    run = place.begin("train", ["train.steps=100000", "train.max_seconds=600"])
+    checkpoints = place.folder / ".eyas" / "checkpoints"
+    assert wait_for(lambda: any(checkpoints.glob("*/step-*")), 90), place.log()
+    assert place.server is not None
+    place.server.kill()
+    place.server.wait()
+    assert not place.wait_empty(45)
+    assert place.state(run) in ("CRASHED", "RUNNING")
+    shutil.rmtree(checkpoints)
+    place.serve()
+    short = place.begin("train")
+    assert place.ends(short) == "COMPLETED", place.log()
+    summary = place.summary_of(short)
+    assert summary["train_steps"] == 6 and summary["model_version"] == "1"
+    assert Path(summary["drafter_path"], "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_automations_of_the_repository_are_declared_once(place: Operated) -> None:
+    there = [entry["name"] for entry in place.ask("POST", "/automations/filter")]
+    assert sorted(there) == sorted(automation.name for automation in read_automations())
+
+
+@pytest.mark.slow
+def test_a_form_asks_for_a_recipe_and_overrides_with_words_for_each(place: Operated) -> None:
+    for flow in ("drafter_pipeline", "extract", "train"):
+        fields = place.ask("GET", f"/deployments/name/{flow}/any-recipe")["parameter_openapi_schema"]["properties"]
+        assert {"recipe", "overrides"} <= set(fields) and len(fields) <= 4
+        assert all(field["description"] for field in fields.values())
+        assert fields["overrides"]["type"] == "array"
+
+
+def test_a_schedule_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    from flows.deployments import deployments
+
+    recipe = tiny_recipe(tmp_path, schedule={"cron": "every night"})
+    with pytest.raises(RecipeError, match="`schedule`"):
+        deployments([str(recipe)])
+
+
+def test_nothing_is_served_without_a_server_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.deployments import serve_recipes
+    from hidden_states.errors import ServerError
+
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(ServerError, match="eyas up"):
+        serve_recipes([], None)
