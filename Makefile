@@ -5,7 +5,7 @@ SGLANG := .venv-sglang
 PIP_FLAGS := --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test stack-test check format secrets audit clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -39,9 +39,22 @@ check: setup
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/mypy
 
+# The pipeline's tests that let themselves be given services, against Prefect and MLflow on PostgreSQL.
+stack-test: setup
+	@$(VENV)/bin/python -m infra.package_stack -- $(VENV)/bin/python -m pytest tests/flows/test_given_services.py
+
+# Keys and passwords in the repository's files; what is known and harmless stands in .secrets.baseline.
+secrets: setup
+	@$(VENV)/bin/detect-secrets-hook --baseline .secrets.baseline $$(git ls-files) && echo "no key or password in the files"
+
+# Needs the network: asks the advisory database about every pinned package.
+audit: secrets
+	@$(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install $(PIP_FLAGS) pip-audit==2.10.1
+	@.venv-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --progress-spinner off
+
 format: setup
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG) .venv-audit .mypy_cache .ruff_cache .pytest_cache

@@ -17,7 +17,7 @@ from hidden_states.encoding import PLAIN, TAUGHT, Encoding
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
 from hidden_states.shard_layout import SampleEntry, ShardInfo, ShardLayout
-from hidden_states.store import FileDigest
+from hidden_states.store import FileDigest, check_key
 
 # The second of each is written where the states are kept otherwise than captured: a reader of the first refuses it.
 SIDECAR_FORMATS = ("eyas-sidecar/1", "eyas-sidecar/2")
@@ -178,6 +178,9 @@ class Manifest:
             fields["shards"] = tuple(ShardRecord(**shard) for shard in fields["shards"])
             fields["table"] = Blob(**fields["table"])
             fields["vocab_map"] = Blob(**fields["vocab_map"]) if fields["vocab_map"] else None
+            named = (*fields["shards"], fields["table"], fields["vocab_map"])
+            for key in (part.key for part in named if part is not None):
+                check_key(key)  # a name that leads out of the dataset is refused before anything is fetched
             return cls(**fields)
         except (ValueError, KeyError, TypeError) as exc:
             raise DatasetError(

@@ -76,7 +76,7 @@ class CaptureSession:
         recipe, settings = self.job.recipe, self.settings
         log = get_run_logger()
         if self.owned:
-            self.dumps.path.mkdir(parents=True, exist_ok=True)
+            self.dumps.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # states tell what was said
             self.starts += 1
             log_name = f"sglang-capture{self._suffix}{'' if self.starts == 1 else f'.{self.starts}'}.log"
             pid_file = self.job.state / f"sglang{self._suffix}.pid"

@@ -1,6 +1,7 @@
 """Runs as people operate them: from schedules, from Prefect's pages, with somebody pulling the plug."""
 
 import shutil
+import stat
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -100,6 +101,8 @@ def test_a_killed_run_goes_on_when_it_is_retried_unless_its_recipe_was_edited(pl
     assert not place.wait_alone()
     shards = {path: path.stat().st_mtime_ns for path in place.folder.glob("store/tiny-v1/shards/*")}
     assert len(shards) > 6
+    dumps = list(place.folder.glob("runs/*/dumps"))
+    assert dumps and {stat.S_IMODE(folder.stat().st_mode) for folder in dumps} == {0o700}
     folders = set(place.folder.glob("runs/*"))
     original = place.recipe.read_text()
     place.recipe.write_text(original.replace("max_new_tokens: 12", "max_new_tokens: 13", 1))
