@@ -5,7 +5,7 @@ SGLANG := .venv-sglang
 PIP_FLAGS := --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test stack-test check format secrets audit clean
+.PHONY: setup demo test stack-test check format leaks audit clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -44,11 +44,11 @@ stack-test: setup
 	@$(VENV)/bin/python -m infra.package_stack -- $(VENV)/bin/python -m pytest tests/flows/test_given_services.py
 
 # Keys and passwords in the repository's files; what is known and harmless stands in .secrets.baseline.
-secrets: setup
+leaks: setup
 	@$(VENV)/bin/detect-secrets-hook --baseline .secrets.baseline $$(git ls-files) && echo "no key or password in the files"
 
 # Needs the network: asks the advisory database about every pinned package.
-audit: secrets
+audit: leaks
 	@$(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install $(PIP_FLAGS) pip-audit==2.10.1
 	@.venv-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --progress-spinner off
 
