@@ -111,6 +111,13 @@ def engine_config(config: DrafterConfig, dtype: torch.dtype, format: Format) -> 
             "after_block": list(config.after_block),
             "target_architecture": config.target_architecture,
             "target_blocks": config.target_blocks,
+            # once more, as trained: a file edited above is told from one that is not (drafter/diagnosis.py)
+            "trained": {
+                "rope": config.rope,
+                "rms_norm_eps": config.rms_norm_eps,
+                "fc_norm": config.fc_norm,
+                "norm_output": config.norm_output,
+            },
         },
     }
     if config.latent:

@@ -40,6 +40,15 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate(args: argparse.Namespace) -> int:
+    """`eyas evaluate`: serve a drafter that exists and measure it."""
+    from flows.runner import run_flow
+    from flows.summary import print_evaluation
+
+    _answer(args, run_flow("evaluate", args.recipe, args.overrides, drafter=args.drafter), print_evaluation)
+    return 0
+
+
 def serve(args: argparse.Namespace) -> int:
     """`eyas serve`: the flows as deployments of a Prefect server, run from here until Ctrl-C."""
     from flows.deployments import serve_recipes
@@ -172,12 +181,16 @@ def parser() -> argparse.ArgumentParser:
         ("run", run, "capture, prove, store, train, serve and register; the same command goes on after a kill"),
         ("extract", extract, "capture, prove and store only; `eyas run` goes on from there"),
         ("train", train, "train, export and register a drafter from a dataset that is in the bucket already"),
+        ("evaluate", evaluate, "serve a drafter on every prompt set, beside plain decoding and the champion"),
         ("plan", plan, "what a run will take: samples, tokens, bytes, disk; refuses what cannot work"),
         ("doctor", doctor, "is the server patched, the bucket writable, MLflow up?"),
     ):
         made = command(name, function, text)
         made.add_argument("recipe", help="a recipe file, or the name of one of infra/recipes/")
         made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. train.lr=1e-4")
+        if name == "evaluate":
+            text = "MODEL/VERSION in MLflow, or a drafter's folder; left out = the champion"
+            made.add_argument("--drafter", metavar="MODEL/VERSION|FOLDER", help=text)
         if name == "train":
             made.add_argument("--dataset", metavar="NAME", help="in the recipe's store; left out = the newest version")
     made = command("inspect", inspect, "what is in a dump, shard, dataset, drafter or conversations file; verifies it")

@@ -24,7 +24,12 @@ from infra.recipe_file import load_recipe
 from infra.services import PREFECT, LocalStack
 
 FLOWS: Mapping[str, str] = MappingProxyType(
-    {"drafter_pipeline": "flows.pipeline", "extract": "flows.pipeline", "train": "flows.train"}
+    {
+        "drafter_pipeline": "flows.pipeline",
+        "extract": "flows.pipeline",
+        "train": "flows.train",
+        "evaluate": "flows.evaluate",
+    }
 )
 SCHEDULED = "drafter_pipeline"
 WITHOUT_RECIPE = "any-recipe"

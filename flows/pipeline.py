@@ -13,6 +13,7 @@ from tasks.dataset import commit_dataset, open_dataset, use_dataset
 from tasks.extract import extract_batches
 from tasks.extraction_report import report_extraction
 from tasks.job import Job, need
+from tasks.prediction import compare_prediction
 from tasks.proof import prove_states
 from tasks.registry import finish, finish_extraction, register_drafter
 from tasks.replies import regenerate_replies
@@ -45,6 +46,7 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: Sequence[str] = ()
             with stage(job, "evaluation"):
                 measure_plain(job)
                 measure(job, "drafter")
+                compare_prediction(job, job.folder / "drafter")
                 if job.recipe.evaluate.control:
                     measure(job, "control")
                 measure_champion(job)

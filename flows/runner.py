@@ -61,7 +61,7 @@ def wait_recorded(flow_run_id: UUID | None) -> None:
 
 
 def run_flow(
-    name: Literal["drafter_pipeline", "extract", "train"], recipe: str, overrides: list[str], **more: Any
+    name: Literal["drafter_pipeline", "extract", "train", "evaluate"], recipe: str, overrides: list[str], **more: Any
 ) -> dict[str, Any]:
     """Check the recipe, start what is missing, run one of the flows.
 

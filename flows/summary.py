@@ -42,6 +42,8 @@ def print_summary(summary: dict[str, Any]) -> None:
 
     if "train_steps" in s:
         print_verdict(console, s)
+    if "prediction" in s:
+        print_prediction(console, s["prediction"])
 
     look = Table(title="Where to look", title_justify="left", show_header=False, padding=(0, 1))
     look.add_row("summary", s["summary_path"])
@@ -85,11 +87,52 @@ def print_verdict(console: Console, s: dict[str, Any]) -> None:
             found = s.get(f"{key}_sets", {}).get(name)
             if found is None:
                 continue
-            predicted = key == "served" and name == "held-out"
+            known = s.get("predicted_acceptance_length")
+            predicted = key == "served" and name == "held-out" and known is not None
             equal = f"{found['outputs_equal']} of {found['prompts']}" if "outputs_equal" in found else "sampled"
             verdict.add_row(
-                name, label, number(s["predicted_acceptance_length"], 2) if predicted else "-",
+                name, label, number(known, 2) if predicted else "-",
                 number(found["acceptance_length"], 2), number(found["speed_up"], 2), equal,
             )  # fmt: skip
     console.print(verdict)
     console.print(f"{s['decision'][0].upper()}{s['decision'][1:]}.", markup=False)
+
+
+def print_evaluation(summary: dict[str, Any]) -> None:
+    """What `eyas evaluate` found: acceptance by set, prediction against reality, and the decision."""
+    console = Console(highlight=False)
+    s = summary
+    sets = Table(title=f"{s['drafter']}: prompt sets", title_justify="left", padding=(0, 1))
+    for column in ("set", "version", "content", "prompts", "left out: in training"):
+        sets.add_column(column, justify="left" if column in ("set", "version", "content") else "right")
+    for found in s["prompt_sets"]:
+        sets.add_row(
+            found["name"],
+            found["version"],
+            found["digest"][:16],
+            number(found["prompts"]),
+            number(found["in_training"]),
+        )
+    console.print(sets)
+    for change in s.get("stale", []):
+        console.print(f"its last evaluation was stale: {change}", markup=False)
+    print_verdict(console, s)
+    print_prediction(console, s["prediction"])
+    console.print(f"evaluation: {s['drafter_path']}/evaluation.json; MLflow run {s['mlflow_run_id']}", markup=False)
+
+
+def print_prediction(console: Console, found: dict[str, Any]) -> None:
+    """Simulated, replayed and served acceptance, and the likely cause of a gap."""
+    if "replayed" not in found:
+        console.print(f"Prediction and serving are not compared: {found['why_not']}.", markup=False)
+        return
+    simulated = "-" if found["simulated"] is None else f"{found['simulated']:.3f}"
+    console.print(
+        f"Prediction: simulated {simulated} over the held-out split; on {found['prompts']} served prompts "
+        f"replayed {found['replayed']:.3f}, served {found['served']:.3f}: a gap of {found['gap']:+.3f}, "
+        f"bound {found['bound']:g}."
+    )
+    if found["diagnosis"]:
+        console.print(f"{found['diagnosis']['in_words']}.", markup=False)
+    for change in found["stale_dataset"]:
+        console.print(f"changed since the states were captured: {change}", markup=False)

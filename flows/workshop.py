@@ -10,9 +10,11 @@ from flows.environment import state_dir
 from flows.gpus import gpus
 from flows.runner import quiet_refusals
 from flows.snapshot import keep_or_compare
+from hidden_states.errors import GateError
 from hidden_states.store import Store, open_store
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
+from tasks.events import GATE_FAILED, emit
 from tasks.job import Job, new_run_id
 
 
@@ -57,6 +59,8 @@ def workshop(recipe: Recipe) -> Iterator[Job]:
                 job.capture.stop()
             if job.tracker is not None:
                 job.tracker.close_after(error)
+            if isinstance(error, GateError):
+                emit(GATE_FAILED, f"recipe/{recipe.name}", run=run_id, where=error.where, found=error.found)
             if not any(folder.iterdir()):
                 shutil.rmtree(folder)
             raise

@@ -229,6 +229,18 @@ class Evaluate(Section):
     min_acceptance_length: Annotated[float, Field(ge=1)] | None = Field(
         None, description="less than this fails the run"
     )
+    max_prediction_gap: Annotated[float, Field(gt=0)] = Field(
+        0.1,
+        description="a gap between served and replayed acceptance beyond this is looked into: which choice of training "
+        "does serving not share?",
+    )
+    url: str | None = Field(
+        None,
+        description="`eyas evaluate`: measure on this server, which runs with the drafter, instead of starting one",
+    )
+    plain_url: str | None = Field(
+        None, description="`eyas evaluate`: the same target without a drafter; left out = started by `server.python`"
+    )
 
     @model_validator(mode="after")
     def _sets_apart(self) -> "Evaluate":
@@ -276,7 +288,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _something_serves(self) -> "Recipe":
-        if self.evaluate.enabled and self.server.python is None:
+        attached = self.evaluate.url is not None and self.evaluate.plain_url is not None
+        if self.evaluate.enabled and self.server.python is None and not attached:
             raise ValueError(
                 "with `server.url` alone nothing can serve the drafter: add `server.python`, or set `evaluate.enabled` "
                 "to false and register it unmeasured"

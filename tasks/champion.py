@@ -22,9 +22,11 @@ from prefect.logging import get_run_logger
 from hidden_states.errors import DatasetError, Refusal
 from tasks.comparison import Side
 from tasks.evaluation import compare
+from tasks.events import CHAMPION_MOVED, emit
 from tasks.intervals import FEWEST, Paired
 from tasks.job import Job, need
 from tasks.serving import evaluate, put_figures
+from tasks.stale import keep_measurement, staleness
 from tasks.step import step
 
 CHAMPION, HISTORY = "champion", "champion.history"
@@ -99,39 +101,61 @@ class Champions:
         return earlier[-1]
 
     def download(self, version: str, folder: Path) -> Path:
-        """The drafter's folder, for SGLang."""
-        source = self.client.get_model_version_download_uri(self.model, version)
-        tracking = self.client.tracking_uri
+        """The drafter's folder, for SGLang, with its newest evaluation.
+
+        Raises:
+            DatasetError: there is no such version.
+        """
+        client, tracking = self.client, self.client.tracking_uri
+        try:
+            source = client.get_model_version_download_uri(self.model, version)
+            newest = client.get_model_version(self.model, version).tags.get("evaluation.source")
+        except MlflowException as error:
+            raise DatasetError(
+                f"{self.model} version {version}", "no such version", None, "MLflow's page lists them: `eyas up`."
+            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
         found = Path(download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracking))
+        if newest is not None:
+            download_artifacts(artifact_uri=newest, dst_path=str(found), tracking_uri=tracking)
         return found
+
+
+def model_name(job: Job) -> str:
+    """The registered model of this run's drafters."""
+    return job.recipe.register_.model_name or f"eagle3-{job.target_name}"
 
 
 def champions(job: Job) -> Champions:
     """Of the model this run registers its drafter under."""
-    name = job.recipe.register_.model_name or f"eagle3-{job.target_name}"
-    return Champions(need(job.tracker, "MLflow run").client, name)
+    return Champions(need(job.tracker, "MLflow run").client, model_name(job))
 
 
 @step("serve and measure champion", retries=1)
 def measure_champion(job: Job) -> None:
-    """Serve the champion on this run's prompts, and compare; nothing to do without one."""
+    """Serve the champion on this run's prompts, and compare; nothing to do without one.
+
+    Its figures of before are stale when target, template or engine have changed since: that is said, and what is
+    measured now takes their place.
+    """
     known = champions(job)
     version = known.version
     if version is None:
         return
     figures, log = job.figures, get_run_logger()
     figures["champion_version"] = version
-    folder = job.folder / "champion"
-    folder.mkdir(exist_ok=True)
     try:
-        drafter = known.download(version, folder)
-        served = evaluate(job, "champion", drafter)
+        folder = known.download(version, job.folder / "champion")
+        stale = figures["champion_stale"] = staleness(job, folder, known.model, version)
+        served = evaluate(job, "champion", folder)
     except Refusal as error:  # no reason to lose the new drafter; the decision says it
         figures["champion_not_served"] = str(error)
         log.warning("version %s, the champion, could not be served: %s", version, error)
         return
     put_figures(job, "champion", served)
-    job.champion = Side.of(replace(served, name=f"{known.model}/{version}"), drafter, known.client)
+    job.champion = Side.of(replace(served, name=f"{known.model}/{version}"), folder, known.client)
+    if stale:
+        keep_measurement(job, known, version, served, stale)
     try:
         result = compare(need(job.evaluation, "evaluation"), served)
     except DatasetError as error:  # too few prompts: the decision says it, set by set
@@ -164,9 +188,19 @@ def decide(job: Job) -> None:
         if leads:
             why = f"better than version {before} by {min(leads):+.3f} at least on every required set"
         known.move(version, job.run_id, why)
+        emit(CHAMPION_MOVED, f"model/{known.model}", version=version, before=before, by=job.run_id, why=why)
         figures |= {"promoted": True, "decision": f"version {version} is the champion now: {why}"}
     known.client.set_model_version_tag(known.model, version, "decision", figures["decision"])
     get_run_logger().info("%s", figures["decision"])
+
+
+@step("decide")
+def decide_unregistered(job: Job) -> None:
+    """Say of a drafter that is only a folder what the gate would say."""
+    against = "; ".join(reasons_against(job))
+    verdict = f"it would not be made champion either: {against}" if against else "on these figures it could be champion"
+    job.figures |= {"promoted": False, "decision": f"the drafter is not registered; {verdict}"}
+    get_run_logger().info("%s", job.figures["decision"])
 
 
 def reasons_against(job: Job) -> list[str]:
@@ -186,6 +220,13 @@ def reasons_against(job: Job) -> list[str]:
     control = figures.get("control_acceptance_length")
     if control is not None and served <= control:
         reasons.append(f"served acceptance {served:.3f} is no better than an untrained drafter's, {control:.3f}")
+    prediction = figures.get("prediction", {})
+    if prediction.get("gap", 0.0) > prediction.get("bound", 0.0):
+        found = prediction["cause"] or "no cause was found"
+        reasons.append(
+            f"it serves worse than it was predicted to (replayed {prediction['replayed']:.3f}, served "
+            f"{prediction['served']:.3f}): {found}"
+        )
     missing = [key for key in ("manifest_digest", "fingerprint", "dataset_uri") if not figures.get(key)]
     if missing:
         reasons.append(f"its lineage lacks {', '.join(missing)}")

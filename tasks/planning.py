@@ -210,6 +210,11 @@ def _refuse_impossible(recipe: Recipe, shape: TargetShape) -> None:
             "train.draft_vocab_size", f"{recipe.train.draft_vocab_size} tokens",
             f"at most the target's vocabulary of {shape.vocab_size}", "Lower it.",
         )  # fmt: skip
+    if recipe.evaluate.url is not None:
+        raise RecipeError(
+            "evaluate.url", recipe.evaluate.url, "a server that Eyas starts with the drafter it has just trained",
+            "Take it out; it is for `eyas evaluate`, which measures a drafter that runs already.",
+        )  # fmt: skip
     python = recipe.server.python
     if python is not None and shutil.which(python) is None:
         raise RecipeError(

@@ -52,6 +52,7 @@ def register_drafter(job: Job) -> None:
         "predicted_acceptance_length": str(figures["predicted_acceptance_length"]),
         "eyas.run": job.run_id,
         **set_tags(job),
+        "prediction.cause": str(figures.get("prediction", {}).get("cause")),
     }
     _, version = register_version(tracker, name, source, tags, f"Trained by {job.run_id} on {figures['dataset_uri']}")
     figures |= {"model_name": name, "model_version": version}
@@ -102,8 +103,7 @@ def summarise(job: Job, more: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "warmup_dumps_removed": 0,  # a run that found its dataset complete starts no capture server
         **figures,
-        "teacher_agreement": share(job, "teacher_agreed"),
-        "teacher_agreement_strict": share(job, "teacher_strict"),
+        **agreement(job),
         "run": job.run_id,
         "recipe": job.recipe.name,
         "mlflow_run_id": tracker.run_id,
@@ -119,9 +119,13 @@ def summarise(job: Job, more: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def share(job: Job, key: str) -> float:
-    """Share of the positions the teacher was asked about, over all batches of the dataset."""
-    return round(job.figures[key] / job.figures["teacher_positions"], 6)
+def agreement(job: Job) -> dict[str, float]:
+    """Shares of the positions the teacher was asked about, over all batches; nothing where it was not asked."""
+    figures = job.figures
+    if "teacher_positions" not in figures:
+        return {}
+    names = {"teacher_agreement": "teacher_agreed", "teacher_agreement_strict": "teacher_strict"}
+    return {name: round(figures[key] / figures["teacher_positions"], 6) for name, key in names.items()}
 
 
 def clean_up(job: Job) -> None:

@@ -8,9 +8,9 @@ from prefect.logging import get_run_logger
 
 from hidden_states.errors import GateError
 from infra.client import Generation, SGLangClient, acceptance_length
-from infra.server import SGLangServer
+from infra.server import SGLangServer, attach
 from tasks.capture_session import server_spec
-from tasks.engine import engine_settings
+from tasks.engine import engine_settings, refuse_other_server
 from tasks.evaluation import GREEDY, Answer, Evaluation, SetRecord
 from tasks.job import Job, need
 from tasks.prompt_sets import HELD_OUT, PromptSet, describe, prompt_sets
@@ -97,18 +97,26 @@ def evaluate(job: Job, kind: Kind, drafter: Path | None = None, only: str | None
 def serve(
     job: Job, kind: Kind, passes: list[Pass], drafter: Path | None = None
 ) -> tuple[dict[str, list[Generation]], dict[str, Any]]:
-    """Start the target (with a drafter unless `plain`), answer the prompts of every pass, end it.
+    """Start the target (with a drafter unless `plain`) or attach to it, answer the prompts of every pass, end it.
 
     Returns:
         answers by `Pass.key`, and what was measured with (`tasks.engine`).
     """
     recipe = job.recipe
-    spec = server_spec(recipe, recipe.server, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
-    spec.num_steps = recipe.evaluate.num_steps
-    spec.draft_path = None if kind == "plain" else drafter or job.folder / kind
-    with SGLangServer(spec) as server:
+    given = {"plain": recipe.evaluate.plain_url, "drafter": recipe.evaluate.url}.get(kind)
+    if given:
+        server = attach(given)
+    else:
+        spec = server_spec(recipe, recipe.server, job.folder / f"sglang-{kind}.log", job.state / "sglang.pid")
+        spec.num_steps = recipe.evaluate.num_steps
+        spec.draft_path = None if kind == "plain" else drafter or job.folder / kind
+        server = SGLangServer(spec)
+    with server:
         server.wait_ready(recipe.server.ready_deadline_s)
-        settings = engine_settings(recipe, server.info())
+        info = server.info()
+        if given:
+            refuse_other_server(recipe, given, info, None if kind == "plain" else job.folder / kind)
+        settings = engine_settings(recipe, info)
         with SGLangClient(server.base_url, timeout_s=recipe.server.request_timeout_s) as client:
             return {one.key: _answers(client, one, job) for one in passes}, settings
 
@@ -184,9 +192,10 @@ def judge(job: Job) -> None:
     least, found = job.recipe.evaluate.min_acceptance_length, job.figures.get("served_acceptance_length")
     if least is not None and found is not None and found < least:
         predicted = job.figures["predicted_acceptance_length"]
+        diagnosis = job.figures.get("prediction", {}).get("diagnosis")
         raise GateError(
             "served acceptance", f"an acceptance length of {found:.3f} (predicted {predicted:.3f})",
             f"at least {least:g}",
-            "It is registered all the same: train longer or on more data. If predicted and served differ, one of "
-            "layers, norm, rope, vocabulary map, template and dtype differs between training and serving.",
+            "It is registered all the same: train longer or on more data."
+            + (f" Prediction and serving differ: {diagnosis['in_words']}." if diagnosis else ""),
         )  # fmt: skip

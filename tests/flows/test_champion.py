@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tasks.champion import Champions
+from tasks.evaluation import Evaluation
 from tests.flows.runs import Place, tiny_recipe
 
 
@@ -80,4 +82,28 @@ def test_the_second_drafter_is_compared_with_the_first_on_the_same_prompts(tmp_p
     assert status == 0 and "version 2 is champion" in output and "by hand: wanted" in output
     status, output = place.run("champion", model, "--back")
     assert status == 0 and "version 1 is champion" in output
+
+    # Somebody changes the target's chat template: what the champion was measured with is gone.
+    template = tmp_path / "tiny-deepseek-v3" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'</s>'", "' </s>'"))
+    status, output = place.run("evaluate", recipe, "--json")
+    assert status == 0, output
+    again = place.summaries()[-1]
+    assert again["drafter"] == f"{model}/1" and "served_sets" in again and "champion_version" not in again
+    (change,) = again["stale"]
+    assert change.startswith("template: ") and "is stale (template" in output
+    tags = client.get_model_version(model, "1").tags
+    assert tags["evaluation.run"] == again["run"] and tags["evaluation.stale"] == change
+    (before,) = json.loads(tags["evaluation.history"])
+    assert before["run"] == first["run"]
+    assert before["served"]["held-out"] == first["served_sets"]["held-out"]["acceptance_length"]
+    # `held-out` are the dataset's own tokens; `code` is rendered anew, so that its figure may be another
+    assert (
+        again["served_sets"]["held-out"]["acceptance_length"] == first["served_sets"]["held-out"]["acceptance_length"]
+    )
+    assert again["served_sets"]["code"]["prompts"] == 9
+    found = Evaluation.read(Champions(client, model).download("1", tmp_path / "now"), "now")
+    assert found.settings["template"] in change and found.prediction == again["prediction"]
+    status, output = place.run("compare", f"{model}/2", f"{model}/1")
+    assert status != 0 and "served differently (template" in output
     assert not place.wait_empty(10)
