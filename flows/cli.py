@@ -189,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("recipe", help="a recipe file, or the name of one of infra/recipes/")
         made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. train.lr=1e-4")
         if name == "evaluate":
-            text = "MODEL/VERSION in MLflow, or a drafter's folder; left out = the champion"
+            text = "MODEL/VERSION or MODEL@ALIAS in MLflow, or a drafter's folder; left out = the champion"
             made.add_argument("--drafter", metavar="MODEL/VERSION|FOLDER", help=text)
         if name == "train":
             made.add_argument("--dataset", metavar="NAME", help="in the recipe's store; left out = the newest version")

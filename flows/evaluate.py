@@ -12,6 +12,7 @@ from tasks.committed import find_dataset
 from tasks.prediction import compare_prediction
 from tasks.serving import measure, measure_plain
 from tasks.stage import stage
+from tasks.verdict_report import report_verdict
 
 
 @eyas_flow("evaluate")
@@ -21,7 +22,7 @@ def evaluate(recipe: str = "demo-smollm2", overrides: Sequence[str] = (), drafte
     Args:
         recipe: a recipe file, or the name of one that is shipped (infra/recipes).
         overrides: `dotted.key=value` strings that change the recipe, for example `register.promote=false`.
-        drafter: `MODEL/VERSION` in MLflow, or a folder on this machine; left out = the champion.
+        drafter: `MODEL/VERSION` or `MODEL@ALIAS` in MLflow, or a folder on this machine; left out = the champion.
 
     Returns:
         The run's summary.
@@ -42,4 +43,5 @@ def evaluate(recipe: str = "demo-smollm2", overrides: Sequence[str] = (), drafte
             decide_unregistered(job)
         elif not candidate.is_champion:
             decide(job)
+            report_verdict(job)
         return finish_evaluation(job)

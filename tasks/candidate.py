@@ -1,6 +1,7 @@
 """The drafter that `eyas evaluate` measures: a folder, a registered version, or the champion; and what comes of it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from tasks.registry import clean_up, summarise
 from tasks.stale import keep_measurement, staleness
 from tasks.step import step
 
-NAME = "drafter"  # of its place in the run's folder
+NAME, DOWNLOAD = "drafter", "download"  # in the run's folder: a link to the drafter, and what was fetched of it
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class Candidate:
 
 @step("find drafter", retries=2)
 def find_drafter(job: Job, name: str | None) -> Candidate:
-    """Put the drafter at `runs/<run>/drafter`.
+    """Put a link to the drafter at `runs/<run>/drafter`.
 
     Args:
-        name: `MODEL/VERSION`, a folder, or None = the champion of the recipe's model.
+        name: `MODEL/VERSION`, `MODEL@ALIAS`, a folder, or None = the champion of the recipe's model.
 
     Raises:
         DatasetError: there is no such drafter.
@@ -57,22 +58,25 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
     if name is not None and Path(name).is_dir():
         place.symlink_to(Path(name).resolve(), target_is_directory=True)
         return Candidate(name, None, None, _lineage(place), False)
-    model, _, version = (name or "").rpartition("/")
+    model, at, version = (name or "").rpartition("@" if "@" in (name or "") else "/")
     known = Champions(MlflowClient(tracking_uri=tracking_uri(job.state)), model or model_name(job))
     champion = known.version
     if name is None and champion is None:
         raise DatasetError(known.model, "no champion", "one to measure", "Name a drafter: --drafter MODEL/VERSION.")
     if name is not None and not model:
         raise DatasetError(
-            name, "neither a folder nor MODEL/VERSION", "a drafter", "MLflow's page lists the versions: `eyas up`."
+            name,
+            "neither a folder nor MODEL/VERSION nor MODEL@ALIAS",
+            "a drafter",
+            "MLflow's page lists the versions: `eyas up`.",
         )
     if model and model != model_name(job):
         raise DatasetError(
             str(name), "a version of another model", f"one of {model_name(job)}, whose champion it is held against",
             f"Add register.model_name={model} to the command.",
         )  # fmt: skip
-    version = version or str(champion)
-    found = known.download(version, job.folder / "download")
+    version = known.named(version) if at == "@" else version or str(champion)
+    found = known.download(version, job.folder / DOWNLOAD)
     place.symlink_to(found, target_is_directory=True)
     return Candidate(f"{known.model}/{version}", known, version, _lineage(place), version == champion)
 
@@ -122,14 +126,19 @@ def keep(job: Job, candidate: Candidate) -> None:
         keep_measurement(job, candidate.known, candidate.version, found, figures["stale"])
         tracker.tags({"drafter.version": candidate.name})
         figures |= {"model_name": candidate.known.model, "model_version": candidate.version}
-    path = found.write(folder)
+    else:
+        found.write(folder)
+    path = found.write(job.folder)
+    figures["evaluation_path"] = str(path)
     tracker.text(path.read_text(encoding="utf-8"), path.name)
     tracker.tags({"drafter": candidate.name, "eyas.evaluated": datetime.now(UTC).isoformat(timespec="seconds")})
 
 
 def finish_evaluation(job: Job) -> dict[str, Any]:
     """The end of an evaluation: its summary. Nothing of the dataset is closed, nothing is registered."""
-    summary = summarise(job, {"drafter_path": str((job.folder / NAME).resolve())})
+    summary = summarise(job, {})
     need(job.tracker, "MLflow run").close("FINISHED")
     clean_up(job)
+    (job.folder / NAME).unlink()
+    shutil.rmtree(job.folder / DOWNLOAD, ignore_errors=True)
     return summary

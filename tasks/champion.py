@@ -58,6 +58,17 @@ class Champions:
                 return None
             raise
 
+    def named(self, alias: str) -> str:
+        """The version an alias points at.
+
+        Raises:
+            DatasetError: there is no such alias.
+        """
+        try:
+            return str(self.client.get_model_version_by_alias(self.model, alias).version)
+        except MlflowException as error:
+            raise DatasetError(f"{self.model}@{alias}", "no such alias", None, "MLflow's page lists them.") from error
+
     def history(self) -> list[Move]:
         """Every move so far, oldest first."""
         try:
