@@ -82,12 +82,12 @@ class Champions:
         return [Move(**entry) for entry in json.loads(tags.get(HISTORY, "[]"))]
 
     def move(self, version: str, by: str, why: str) -> None:
-        """Make a version the champion.
+        """Make a version the champion; Prefect hears of it.
 
         Raises:
             DatasetError: there is no such version.
         """
-        history = self.history()
+        history, before = self.history(), self.version
         try:
             self.client.get_model_version(self.model, version)
         except MlflowException as error:
@@ -97,6 +97,7 @@ class Champions:
         self.client.set_registered_model_alias(self.model, CHAMPION, version)
         history.append(Move(version, datetime.now(UTC).isoformat(timespec="seconds"), by, why))
         self.client.set_registered_model_tag(self.model, HISTORY, json.dumps([asdict(move) for move in history]))
+        emit(CHAMPION_MOVED, f"model/{self.model}", version=version, before=before, by=by, why=why)
 
     def back(self, why: str) -> str:
         """Go back to the champion before this one; its version.
@@ -199,7 +200,6 @@ def decide(job: Job) -> None:
         if leads:
             why = f"better than version {before} by {min(leads):+.3f} at least on every required set"
         known.move(version, job.run_id, why)
-        emit(CHAMPION_MOVED, f"model/{known.model}", version=version, before=before, by=job.run_id, why=why)
         figures |= {"promoted": True, "decision": f"version {version} is the champion now: {why}"}
     known.client.set_model_version_tag(known.model, version, "decision", figures["decision"])
     get_run_logger().info("%s", figures["decision"])

@@ -210,6 +210,11 @@ def _refuse_impossible(recipe: Recipe, shape: TargetShape) -> None:
             "train.draft_vocab_size", f"{recipe.train.draft_vocab_size} tokens",
             f"at most the target's vocabulary of {shape.vocab_size}", "Lower it.",
         )  # fmt: skip
+    for found in recipe.evaluate.sets if recipe.evaluate.enabled else []:
+        if not Path(found.path).is_file():  # said now, not after days of training
+            raise RecipeError(
+                f"evaluate.sets, {found.name}", f"{found.path} is no file", "prompts, one a line", "Correct the path."
+            )
     if recipe.evaluate.url is not None:
         raise RecipeError(
             "evaluate.url", recipe.evaluate.url, "a server that Eyas starts with the drafter it has just trained",

@@ -56,6 +56,8 @@ def test_a_bad_recipe_is_refused_by_every_command_before_anything_starts(
         (["regenerate.max_new_tokens=128"], "less than data.max_tokens (128)", 2),
         (["train.draft_vocab_size=5000"], "at most the target's vocabulary of 1024", 2),
         (["capture.after_block=[1, 2, 5]"], "at most block 4 of 6", 2),
+        (["evaluate.sets=[{name: code, path: none.jsonl}]"], "none.jsonl is no file", 2),
+        (["evaluate.url=http://127.0.0.1:9"], "it is for `eyas evaluate`", 2),
         (["data.held_out_share=0.0"], "some on either side", 3),
         (["data.conversations=[empty.jsonl]"], "empty.jsonl", 3),
         (["data.conversations=[nowhere.jsonl]"], "nowhere.jsonl", 3),

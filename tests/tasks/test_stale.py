@@ -120,6 +120,7 @@ def test_a_new_measurement_takes_the_place_of_the_old_one_and_both_stay_on_recor
 
 
 def test_without_a_run_there_is_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(events, "emit_event", lambda **event: pytest.fail("sent"))
     events.emit(events.CHAMPION_MOVED, "model/drafter", version="1")
 

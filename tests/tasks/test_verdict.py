@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 
 from hidden_states.errors import DatasetError
+from tasks import champion
 from tasks.champion import Champions, reasons_against
 from tasks.evaluation import FILE, GREEDY, Answer, Evaluation, SetRecord, compare
 from tasks.intervals import FEWEST, paired
@@ -224,7 +225,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
     yield client
 
 
-def test_a_champion_moves_goes_back_and_remembers_why(client: MlflowClient, tmp_path: Path) -> None:
+def test_a_champion_moves_goes_back_and_remembers_why(
+    client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(champion, "emit", lambda *event, **payload: heard.append((*event, payload["version"])))
     known = Champions(client, "drafter")
     assert known.version is None and known.history() == []
     with pytest.raises(DatasetError, match="no champion before"):
@@ -234,6 +239,7 @@ def test_a_champion_moves_goes_back_and_remembers_why(client: MlflowClient, tmp_
     assert known.version == "3"
     assert known.back("slow in production") == "1"
     assert known.version == "1"
+    assert heard == [("eyas.champion.moved", "model/drafter", version) for version in "131"]
     assert [(move.version, move.by) for move in known.history()] == [("1", "run-1"), ("3", "run-3"), ("1", "hand")]
     assert (known.download("3", tmp_path) / "config.json").read_text() == "3"
     for wrong in ("7", "x"):
