@@ -52,7 +52,6 @@ def register_drafter(job: Job) -> None:
         "predicted_acceptance_length": str(figures["predicted_acceptance_length"]),
         "eyas.run": job.run_id,
         **set_tags(job),
-        "prediction.cause": str(figures.get("prediction", {}).get("cause")),
     }
     _, version = register_version(tracker, name, source, tags, f"Trained by {job.run_id} on {figures['dataset_uri']}")
     figures |= {"model_name": name, "model_version": version}
@@ -64,6 +63,7 @@ def set_tags(job: Job) -> dict[str, str]:
     """Of a model version: what it was served on, and how well, set by set."""
     sets, served = job.figures.get("prompt_sets", []), job.figures.get("served_sets", {})
     tags = {f"prompt_set.{found['name']}": f"{found['version']} {found['digest']}" for found in sets}
+    tags["prediction.cause"] = str(job.figures.get("prediction", {}).get("cause"))
     return tags | {
         f"served/{name}/acceptance_length": str(found["acceptance_length"]) for name, found in served.items()
     }
