@@ -5,7 +5,8 @@
 Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over alternating rounds
 of prompts that are never sent twice; by the clock, and by the processor time of the scheduler, which also counts dumps
 that are written after the answer. Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
-writer alone against plain writing and syncing of the same bytes by as many threads, in turn. The last line is one JSON
+writer alone against plain writing of the same bytes by as many threads, in turn; what either wrote is then synced, and
+the syncing counts. The last line is one JSON
 object: `prefill_ratio` and `decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`,
 `writer_bytes_per_s` beside `disk_bytes_per_s`.
 """
@@ -153,6 +154,13 @@ def throttled_disk(model: Path, work: Path) -> dict[str, Any]:
     }
 
 
+def sync(path: Path) -> None:
+    """Have a written file's bytes on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, rounds: int = 5) -> dict[str, int]:
     """The writer alone, and plain writes of as many bytes with as many syncs and threads."""
     source = torch.randn(rows, hidden).to(torch.bfloat16)
@@ -163,7 +171,6 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
     def write_file(path: Path) -> None:
         with open(path, "wb", buffering=0) as file:
             file.write(data)
-            os.fsync(file.fileno())
 
     def plain(folder: Path) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -188,6 +195,9 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
             folder.mkdir(parents=True)
             began = time.perf_counter()
             write(folder)
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    sync(path)
             rates[name].append(dumps * nbytes / (time.perf_counter() - began))
             shutil.rmtree(folder)
     return {f"{name}_bytes_per_s": int(statistics.median(values)) for name, values in rates.items()}

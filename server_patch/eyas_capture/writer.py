@@ -3,7 +3,6 @@
 The forward thread only reserves, copies and submits. Whatever the disk does, the request is answered.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from eyas_capture.totals import Totals
 logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
-THREADS = 4  # some hash while others wait for the disk, which syncs several dumps as cheaply as one
+THREADS = 4  # some hash while others wait for the disk
 _TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _QUIET = 10.0  # seconds between log lines about the same trouble
 
@@ -179,15 +178,13 @@ class Writer:
         partial = os.path.join(folder, contract.partial_name(assembly.counter))
         try:
             os.makedirs(partial)
-            # Both files are written before either is synced: one commit of the disk's journal then covers both.
+            # Nothing is synced: a dump is read within minutes, by a reader that checks its sums. A commit of the disk's
+            # journal per dump would cost more than all the rest, and be felt by everybody who uses that disk.
             with open(os.path.join(partial, contract.STATES_FILE), "wb", buffering=0) as states:
                 checksums, nbytes = write_states(states.fileno(), assembly)
-                record = _record(assembly, self.identity.writer_id, checksums, reason)
-                with open(os.path.join(partial, contract.RECORD_FILE), "wb", buffering=0) as file:
-                    write_all(file.fileno(), memoryview((json.dumps(record) + "\n").encode()))
-                    os.fsync(states.fileno())
-                    os.fsync(file.fileno())
-            _sync_folder(partial)  # without it, a file system without a journal may keep the name and lose the files
+            record = _record(assembly, self.identity.writer_id, checksums, reason)
+            with open(os.path.join(partial, contract.RECORD_FILE), "wb", buffering=0) as file:
+                write_all(file.fileno(), memoryview((json.dumps(record) + "\n").encode()))
             os.rename(partial, os.path.join(folder, contract.dump_name(assembly.counter)))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -219,12 +216,3 @@ def _record(assembly: Assembly, writer_id: str, checksums: dict[str, str], reaso
         "complete": reason is None,
         "incomplete_reason": reason,
     }
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the files are synced
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
