@@ -15,22 +15,22 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(out_dtype)
+        unit = wide * scale  # the normed row before the weight
+        ctx.save_for_backward(unit, weight, scale)
+        ctx.dtype = x.dtype
+        return (unit * weight).to(out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        wide = x.to(scale.dtype)
+        unit, weight, scale = ctx.saved_tensors
         grad = grad.to(scale.dtype)
-        unit = wide * scale  # the normed row before the weight
         grad_weight = (grad * unit).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_unit = grad * weight
-            along = torch.linalg.vecdot(grad_unit, unit).div_(x.shape[-1]).unsqueeze_(-1)
-            grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(scale).to(x.dtype)
+            along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze_(-1)
+            grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(scale).to(ctx.dtype)
         return grad_x, grad_weight, None, None
 
 
@@ -56,25 +56,61 @@ class RMSNorm(nn.Module):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        open_ = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(gate_up, open_)
+        return open_ * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+        gate_up, open_ = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+        torch.mul(open_, grad, out=grad_up)
         torch.ops.aten.silu_backward(up * grad, gate, grad_input=grad_gate)
         return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [R, I] of gate and up side by side [R, 2I]; keeps only its input."""
+    """silu(gate) * up [R, I] of gate and up side by side [R, 2I]."""
     out: Tensor = _SwiGLU.apply(gate_up)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.neighbours, ctx.dtype = neighbours, x.dtype
+        out = x.new_empty(x.shape, dtype=cos.dtype)
+        _turn(_pairs(x, neighbours), _pairs(out, False), cos, sin, 1)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        out = grad.new_empty(grad.shape, dtype=cos.dtype)
+        _turn(_pairs(grad, False), _pairs(out, ctx.neighbours), cos, sin, -1)
+        return out.to(ctx.dtype), None, None, None
+
+
+def _pairs(x: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
+    return (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
+
+
+def _turn(x: tuple[Tensor, ...], out: tuple[Tensor, ...], cos: Tensor, sin: Tensor, sign: int) -> None:
+    torch.mul(x[0], cos, out=out[0]).addcmul_(x[1], sin, value=-sign)
+    torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin, value=sign)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
+    """Turns the pairs (i, i + half) of x [R, heads, size], as Llama's weights expect, or `neighbours` (2i, 2i + 1), as
+    DeepSeek's do; these leave in the first form: query and key alike, so that their product is the same. cos and sin
+    [R, 1, size/2] are at least as wide as x."""
+    out: Tensor = _Rotate.apply(x, cos, sin, neighbours)
     return out
 
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.config import DrafterConfig
-from drafter.fused import RMSNorm, SharedWeight
-from drafter.rope import rotate
+from drafter.fused import RMSNorm, SharedWeight, rotate
 
 Turn = tuple[Tensor, Tensor]  # cos and sin of the rows' positions
 

@@ -36,7 +36,7 @@ class LossConfig:
     kind: LossKind = "soft_ce"
     decay: float = 0.8
     out_of_vocab: OutOfVocab = "drop"
-    chunk_rows: int = 512
+    chunk_rows: int = 768
 
     def step_weights(self, counts: Sequence[int]) -> list[float]:
         """What one position's loss weighs at each step; `counts` are the positions with a loss over the whole step."""

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafter.attention import ttt_attention
+from drafter.attention import Context, ttt_attention
 from drafter.config import DrafterConfig
 from drafter.flex import flex_ttt_attention
 from drafter.fused import RMSNorm, SharedRows, SharedWeight, rms_norm, swiglu, take_rows
@@ -201,7 +201,7 @@ class Eagle3Drafter(nn.Module):
         k0, v0 = heads.keys_values(normed @ into_state[q_width:].T + embed(at_context, -1, q_width), turn, 0)
         keys, values = k0.transpose(0, 1).contiguous(), v0.transpose(0, 1).contiguous()
 
-        attend = flex_ttt_attention if keys.is_cuda else ttt_attention
+        context = None if keys.is_cuda else Context(keys, values)
 
         def step(j: int, state: Tensor, *later: Tensor) -> tuple[Tensor, ...]:
             """One step: the slots' states [R, H] and own later keys and values -> new states, new key, new value."""
@@ -213,11 +213,15 @@ class Eagle3Drafter(nn.Module):
             if j == 0:
                 q = normed @ into_state[:q_width].T + given[:, :q_width]
             else:
-                q, kv = (shared_into(normed, j) + given).tensor_split([q_width], dim=-1)
+                q, kv = (shared_into(normed, j) + given).split([q_width, given.shape[1] - q_width], dim=-1)
                 made = heads.keys_values(kv, turn, j)
             q = heads.queries(q, turn, j)
             own_keys, own_values = [*later[::2], *made[:1]], [*later[1::2], *made[1:]]
-            mixed = attend(q, keys, values, own_keys, own_values, plan.context_of[j], plan.blocks[j], heads.scale)
+            places, blocks = plan.context_of[j], plan.blocks[j]
+            if context is None:
+                mixed = flex_ttt_attention(q, keys, values, own_keys, own_values, places, blocks, heads.scale)
+            else:
+                mixed = ttt_attention(q, context, own_keys, own_values, places, blocks, heads.scale, j)
             state = state + out_proj(mixed, j)
             normed = mid.post_attention_layernorm(state, dtype)
             return state + down(swiglu(gate_up(normed, j)), j), *made

@@ -55,7 +55,7 @@ class RopeTable:
         self._cos = self._sin = torch.empty(0)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [len(positions), 1, head_dim/2], for `rotate`."""
+        """(cos, sin), each [len(positions), 1, head_dim/2], for `drafter.fused.rotate`."""
         need = int(positions.max()) + 1 if positions.numel() else 1
         wide = torch.promote_types(dtype, torch.float32)
         if need > len(self._cos) or self._cos.dtype != wide or self._cos.device != positions.device:
@@ -65,10 +65,3 @@ class RopeTable:
             self._cos = (angle.cos() * self._scale).to(positions.device, wide)
             self._sin = (angle.sin() * self._scale).to(positions.device, wide)
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
-    """Turns the pairs (i, i + half) of x [R, heads, size], as Llama's weights expect, or `neighbours` (2i, 2i + 1), as
-    DeepSeek's do; these leave in the first form: query and key alike, so that their product is the same."""
-    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

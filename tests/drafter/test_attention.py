@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from drafter.attention import ttt_attention
+from drafter.attention import Context, ttt_attention
 from drafter.flex import flex_ttt_attention
-from drafter.fused import SharedWeight, rms_norm, swiglu
+from drafter.fused import SharedWeight, rms_norm, rotate, swiglu
 from drafter.slots import plan_slots
 
 
@@ -27,12 +27,14 @@ def dense(q, keys, values, later_keys, later_values, places, doc_of_context, doc
     return torch.einsum("hrc,hcd->rhd", weights, torch.cat([values, *extra], 1)).reshape(rows, -1)
 
 
+@pytest.mark.parametrize("kept_scores", [0, 1 << 22], ids=["made-again", "kept"])
 @pytest.mark.parametrize("query_block", [1, 3, 128])
 @pytest.mark.parametrize("later", [0, 1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads", "value"), [(4, 4, 6), (6, 2, 4), (3, 1, 4)])
 def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(
-    query_block, later, heads, kv_heads, value
+    query_block, later, heads, kv_heads, value, kept_scores, monkeypatch
 ) -> None:
+    monkeypatch.setattr("drafter.attention._KEPT_SCORES", kept_scores)
     g = torch.Generator().manual_seed(query_block * 100 + later * 10 + heads)
     docs = torch.tensor([0] * 7 + [1] * 2 + [2] * 8)
     used = torch.rand(1, len(docs), generator=g) < 0.6
@@ -46,7 +48,7 @@ def test_blocks_of_any_size_give_the_dense_softmax_and_its_gradients(
     ks, vs = ([random(rows, kv_heads, size) for _ in range(later)] for size in (4, value))
     inputs = [q, keys, values, *ks, *vs]
     weight = torch.randn(rows, heads * value, generator=g, dtype=torch.float64)
-    ours = ttt_attention(q, keys, values, ks, vs, plan.context_of[0], plan.blocks[0], 0.5)
+    ours = ttt_attention(q, Context(keys, values), ks, vs, plan.context_of[0], plan.blocks[0], 0.5, 0)
     theirs = dense(q, keys, values, ks, vs, plan.context_of[0], docs[plan.context], docs[plan.rows[0]])
     assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
     for a, b in zip(
@@ -68,15 +70,16 @@ def test_the_form_for_gpus_gives_the_same_attention(later, heads, kv_heads, valu
         torch.randn(*s, generator=g) for s in ((rows, heads, 16), (kv_heads, context, 16), (kv_heads, context, value))
     )
     ks, vs = ([torch.randn(rows, kv_heads, n, generator=g) for _ in range(later)] for n in (16, value))
-    given = (q, keys, values, ks, vs, plan.context_of[0], plan.blocks[0], 0.3)
-    assert torch.allclose(flex_ttt_attention(*given), ttt_attention(*given), atol=2e-6)
+    given = (ks, vs, plan.context_of[0], plan.blocks[0], 0.3)
+    ours = ttt_attention(q, Context(keys, values), *given, 0)
+    assert torch.allclose(flex_ttt_attention(q, keys, values, *given), ours, atol=2e-6)
 
 
 def test_a_far_larger_score_in_the_future_does_not_leak_into_the_softmax() -> None:
     q = torch.ones(3, 1, 2)
     keys = torch.tensor([[[0.0, 0.0], [1.0, 1.0], [1e4, 1e4]]])
     values = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]])
-    out = ttt_attention(q, keys, values, [], [], torch.arange(3), [(0, 3, 0, 3)], 1.0)
+    out = ttt_attention(q, Context(keys, values), [], [], torch.arange(3), [(0, 3, 0, 3)], 1.0, 0)
     assert out[0].tolist() == [1.0, 0.0]
     assert float(out[1].max()) < 1.0
     assert out[2].tolist() == [9.0, 9.0]
@@ -91,6 +94,41 @@ def test_fused_pieces_equal_their_compositions() -> None:
     assert torch.allclose(swiglu(gate_up), torch.nn.functional.silu(gate_up[:, :6]) * gate_up[:, 6:])
     assert torch.autograd.gradcheck(lambda *a: rms_norm(*a, 1e-5), (x, w))
     assert torch.autograd.gradcheck(swiglu, (gate_up,))
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_turning_pairs_is_a_product_with_complex_numbers(neighbours) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 8, generator=g, dtype=torch.float64).requires_grad_()
+    angle = torch.randn(5, 1, 4, generator=g, dtype=torch.float64)
+    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    ours = rotate(x, angle.cos(), angle.sin(), neighbours)
+    assert torch.allclose(ours, torch.cat([turned.real, turned.imag], -1))
+    assert torch.autograd.gradcheck(lambda a: rotate(a, angle.cos(), angle.sin(), neighbours), (x,))
+    narrow = rotate(x.bfloat16(), angle.cos().float(), angle.sin().float(), neighbours)
+    assert narrow.dtype == torch.bfloat16 and torch.allclose(narrow.double(), ours, atol=0.05)
+
+
+def test_a_context_gathers_the_gradients_of_all_steps_that_read_it() -> None:
+    g = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    keys, values, queries = random(2, 6, 4), random(2, 6, 4), [random(n, 4, 4) for n in (4, 3, 2)]
+    rows = [torch.arange(len(q)) for q in queries]
+
+    def together(contexts: list[Context]) -> torch.Tensor:
+        outs = [
+            ttt_attention(q, c, [], [], r, [(0, len(q), 0, len(q))], 0.5, j).sin().sum()
+            for j, (q, r, c) in enumerate(zip(queries, rows, contexts, strict=True))
+        ]
+        return torch.stack(outs).sum()
+
+    ours = torch.autograd.grad(together([Context(keys, values)] * 3), [keys, values, *queries])
+    apart = torch.autograd.grad(together([Context(keys, values) for _ in rows]), [keys, values, *queries])
+    assert all(torch.allclose(a, b) for a, b in zip(ours, apart, strict=True))
 
 
 def test_a_shared_weight_gathers_the_gradient_of_all_its_uses() -> None:
