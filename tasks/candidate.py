@@ -121,6 +121,8 @@ def keep(job: Job, candidate: Candidate) -> None:
     found, figures = need(job.evaluation, "evaluation"), job.figures
     tracker = need(job.tracker, "MLflow run")
     folder = job.folder / NAME
+    if candidate.is_champion:
+        figures["decision"] = f"version {candidate.version} is the champion; it was measured again"
     if candidate.known is not None and candidate.version is not None:
         figures["stale"] = staleness(job, folder, candidate.known.model, candidate.version)
         keep_measurement(job, candidate.known, candidate.version, found, figures["stale"])

@@ -20,6 +20,8 @@ ENVIRONMENT = (
     "sglang_version",
 )
 
+SHOWN = 17  # characters of a digest
+
 
 def engine_settings(recipe: Recipe, info: dict[str, Any]) -> dict[str, Any]:
     """Settings of an evaluation.
@@ -40,8 +42,9 @@ def engine_settings(recipe: Recipe, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of the environment differs, `name: before / now`."""
-    return [f"{k}: {before.get(k)} / {now.get(k)}" for k in ENVIRONMENT if before.get(k) != now.get(k)]
+    """What of the environment differs, `name: before / now`; of digests the beginning."""
+    differing = [name for name in ENVIRONMENT if before.get(name) != now.get(name)]
+    return [f"{name}: {str(before.get(name))[:SHOWN]} / {str(now.get(name))[:SHOWN]}" for name in differing]
 
 
 def refuse_other_server(recipe: Recipe, url: str, info: dict[str, Any], drafter: Path | None) -> None:

@@ -13,7 +13,7 @@ from hidden_states.errors import ServerError
 from infra.recipe_file import load_recipe
 from tasks import events, stale
 from tasks.champion import Champions
-from tasks.engine import ENVIRONMENT, engine_settings, refuse_other_server
+from tasks.engine import ENVIRONMENT, SHOWN, engine_settings, refuse_other_server
 from tasks.evaluation import FILE, GREEDY, Answer, Evaluation, SetRecord
 from tasks.stale import keep_measurement, staleness
 from tests.flows.runs import tiny_recipe
@@ -54,7 +54,7 @@ def test_a_change_of_target_template_or_engine_makes_an_evaluation_stale(
     assert name in settings
     measured({**settings, name: "then"}, [3, 2]).write(tmp_path)
     (change,) = staleness(job_with(settings), tmp_path, "drafter", "4")
-    assert change == f"{name}: then / {settings[name]}"
+    assert change == f"{name}: then / {str(settings[name])[:SHOWN]}"
     (event,) = heard
     assert event["event"] == "eyas.evaluation.stale"
     assert event["payload"] == {"version": "4", "changed": [change], "run": "run-2"}
