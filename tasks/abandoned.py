@@ -39,11 +39,13 @@ def end_abandoned(client: MlflowClient, experiment_id: str, found_by: str) -> li
         status = _fate(run)
         if status is None:
             continue
-        family = [run, *(r for r in running if r.data.tags.get("mlflow.parentRunId") == run.info.run_id)]
-        for member in reversed(family):  # the nested ones first
-            note = f"its process ended without a word; found by {found_by}"
-            client.set_tag(member.info.run_id, ENDED, note)
-            client.set_terminated(member.info.run_id, status, end_time=_last_sign(client, member))
+        nested = client.search_runs([experiment_id], f"tags.mlflow.parentRunId = '{run.info.run_id}'")
+        signs = {member.info.run_id: _last_sign(client, member) for member in nested}
+        signs[run.info.run_id] = max([int(run.info.start_time), *signs.values()])  # the nested ones end first
+        for member in [*nested, run]:
+            if member.info.status == "RUNNING":
+                client.set_tag(member.info.run_id, ENDED, f"its process ended without a word; found by {found_by}")
+                client.set_terminated(member.info.run_id, status, end_time=signs[member.info.run_id])
         ended.append(str(run.info.run_name))
     return ended
 
@@ -63,7 +65,9 @@ def _fate(run: Run) -> str | None:
 
 
 def _last_sign(client: MlflowClient, run: Run) -> int:
-    """Milliseconds of the last thing the run logged about its machine; its start when it did not live that long."""
+    """Milliseconds of a nested run's end; of one that did not come to it, of the last figure of its machine."""
+    if run.info.end_time is not None:
+        return int(run.info.end_time)
     history = client.get_metric_history(run.info.run_id, HEARTBEAT)
     return max([metric.timestamp for metric in history], default=int(run.info.start_time))
 

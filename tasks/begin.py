@@ -16,6 +16,7 @@ from tasks.abandoned import PROCESS, end_abandoned, this_process
 from tasks.job import Job, need
 from tasks.ledger import Ledger, plan_identity
 from tasks.planning import make_plan
+from tasks.stage import short_name
 from tasks.step import step
 from tasks.tracking import Tracker
 
@@ -63,7 +64,7 @@ def open_run(job: Job) -> Tracker:
         "mlflow.user": getpass.getuser(),
     }
     tracker = Tracker.open(
-        recipe.register_.experiment or f"eyas/{job.target_name}", job.run_id, tags, uri, own_artifacts
+        recipe.register_.experiment or f"eyas/{job.target_name}", short_name(job), tags, uri, own_artifacts
     )
     tracker.params(recipe.flat())
     tracker.text(json.dumps(recipe.as_dict(), indent=1), "recipe.json")

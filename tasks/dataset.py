@@ -20,7 +20,6 @@ from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
 from infra.recipe import Recipe
 from tasks.job import Job, need
-from tasks.stage import current
 from tasks.step import step
 from tasks.tracking import Tracker
 
@@ -157,7 +156,8 @@ def use_dataset(job: Job) -> None:
         **need(job.ledger, "ledger").reports(),
     }
     log_dataset(job, need(job.tracker, "MLflow run"), "training")
-    log_dataset(job, current(job), "extraction")
+    if job.stage is not None:
+        log_dataset(job, job.stage, "extraction")
 
 
 def log_dataset(job: Job, tracker: Tracker, context: str) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from mlflow.entities import LoggedModel
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
@@ -12,7 +15,7 @@ from tasks.begin import count_uploads, git_commit
 from tasks.evaluation import keep_evaluation
 from tasks.job import Job, need
 from tasks.model_card import model_card
-from tasks.stage import numbers, wall_seconds
+from tasks.stage import numbers, short_name, wall_seconds
 from tasks.step import step
 from tasks.tracking import register_version
 
@@ -43,7 +46,6 @@ def register_drafter(job: Job) -> None:
     (folder / "lineage.json").write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
     (folder / "README.md").write_text(model_card(job, lineage))
     keep_evaluation(job)
-    source = tracker.folder(folder, "drafter")
     name = recipe.register_.model_name or f"eagle3-{job.target_name}"
     tags = {
         "fingerprint": figures["fingerprint"],
@@ -53,10 +55,38 @@ def register_drafter(job: Job) -> None:
         "eyas.run": job.run_id,
         **set_tags(job),
     }
-    _, version = register_version(tracker, name, source, tags, f"Trained by {job.run_id} on {figures['dataset_uri']}")
+    model = log_model(job, folder, tags)
+    _, version = register_version(tracker, name, model, tags, in_words(job))
     figures |= {"model_name": name, "model_version": version}
     tracker.tags({"drafter.version": f"{name}/{version}", "sglang.version": figures["sglang_version"]})
+    tracker.rename(f"{short_name(job)}, version {version}")
+    tracker.text((folder / "README.md").read_text(encoding="utf-8"), "model-card.md")
     get_run_logger().info("registered %s version %s", name, version)
+
+
+def log_model(job: Job, folder: Path, tags: Mapping[str, str]) -> LoggedModel:
+    """The drafter among MLflow's models, with what it was trained by and how it served each set."""
+    tracker = need(job.tracker, "MLflow run")
+    params = {k: v for k, v in job.recipe.flat().items() if k.startswith(("train.", "capture."))}
+    model = tracker.model(f"drafter {job.run_id.rpartition('-')[2]}", folder, params, tags)
+    for key, record in job.evaluation.sets.items() if job.evaluation else ():
+        figures = {f"served/{key}/{name}": value for name, value in numbers(record.figures()).items()}
+        tracker.model_metrics(model, figures, f"prompts {key}", record.digest)
+    return model
+
+
+def in_words(job: Job) -> str:
+    """A model version's description: how good it is, and where it comes from."""
+    f = job.figures
+    served = "; ".join(
+        f"{key} {found['acceptance_length']:.3f} ({found['speed_up']:.2f} times as fast as plain decoding)"
+        for key, found in f.get("served_sets", {}).items()
+    )
+    samples = f["samples_valid"] - f["samples_held_out"]
+    return (
+        f"Served acceptance length: {served or 'not measured'}. Predicted: {f['predicted_acceptance_length']:.3f}.\n\n"
+        f"Trained by run {job.run_id} in {f['train_steps']:,} steps on {samples:,} samples of {f['dataset_uri']}."
+    )
 
 
 def set_tags(job: Job) -> dict[str, str]:

@@ -24,7 +24,8 @@ def stage(job: Job, name: Stage) -> Iterator[Tracker]:
     Figures that the block's steps find are its metrics, their wall seconds too.
     """
     tracker = need(job.tracker, "MLflow run").child(
-        f"{name} {job.run_id}", {"eyas.stage": name, "eyas.run": job.run_id, "eyas.recipe": job.recipe.name}
+        f"{name} {job.run_id.rpartition('-')[2]}",
+        {"eyas.stage": name, "eyas.run": job.run_id, "eyas.recipe": job.recipe.name},
     )
     found, seconds = dict(job.figures), dict(job.seconds)
     job.stage = tracker
@@ -42,6 +43,11 @@ def stage(job: Job, name: Stage) -> Iterator[Tracker]:
     tracker.close()
 
 
+def short_name(job: Job) -> str:
+    """Of a run in MLflow's lists and legends, where the whole id would be cut off: `demo-smollm2 3f9a`."""
+    return f"{job.recipe.name} {job.run_id.rpartition('-')[2]}"
+
+
 def current(job: Job) -> Tracker:
     """The run that figures of the moment belong to: the stage's, else the whole run's."""
     return job.stage or need(job.tracker, "MLflow run")
@@ -49,7 +55,7 @@ def current(job: Job) -> Tracker:
 
 def numbers(figures: dict[str, Any]) -> dict[str, float]:
     """Those that a metric can hold."""
-    return {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}
+    return {key: float(value) for key, value in figures.items() if type(value) in (int, float)}  # True is no figure
 
 
 def wall_seconds(seconds: dict[str, float]) -> dict[str, float]:

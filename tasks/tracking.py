@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModel,
+    LoggedModelOutput,
+    Metric,
+    Param,
+    RunTag,
+)
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+from tasks.saved_view import experiment_tags
 
 MAX_PARAM = 6000  # MLflow refuses longer parameter values
 NOTE = "mlflow.note.content"  # what MLflow's pages show as the description
@@ -20,12 +31,14 @@ def _finite(value: Any) -> bool:
 
 
 class Tracker:
-    """One MLflow run, with the machine's figures logged beside it until `close`. `child` opens a nested one."""
+    """One MLflow run. `child` opens a nested one, whose metrics include the machine's until it is closed.
+
+    The outer run has none of them: they would stand before the figures of the verdict wherever runs are compared.
+    """
 
     def __init__(self, client: MlflowClient, experiment_id: str, run_id: str) -> None:
         self.client, self.experiment_id, self.run_id = client, experiment_id, run_id
-        self._machine = SystemMetricsMonitor(run_id, tracking_uri=client.tracking_uri)
-        self._machine.start()
+        self._machine: SystemMetricsMonitor | None = None
 
     @classmethod
     def open(
@@ -45,7 +58,10 @@ class Tracker:
         run = self.client.create_run(
             self.experiment_id, run_name=name, tags={**(tags or {}), "mlflow.parentRunId": self.run_id}
         )
-        return Tracker(self.client, self.experiment_id, run.info.run_id)
+        nested = Tracker(self.client, self.experiment_id, run.info.run_id)
+        nested._machine = SystemMetricsMonitor(nested.run_id, tracking_uri=self.client.tracking_uri)
+        nested._machine.start()
+        return nested
 
     @property
     def url(self) -> str | None:
@@ -88,10 +104,34 @@ class Tracker:
         """Keep a small text as an artifact."""
         self.client.log_text(self.run_id, text, name)
 
-    def folder(self, folder: Path, name: str) -> str:
-        """Keep a folder as artifacts; returns its `runs:/` address."""
-        self.client.log_artifacts(self.run_id, str(folder), name)
-        return f"runs:/{self.run_id}/{name}"
+    def model(self, name: str, folder: Path, params: Mapping[str, Any], tags: Mapping[str, str]) -> LoggedModel:
+        """Keep a drafter's folder as a model that this run has made: listed among the experiment's models."""
+        made = self.client.create_logged_model(
+            self.experiment_id, name=name, source_run_id=self.run_id, model_type="EAGLE-3 drafter", tags=dict(tags),
+            params={key: str(value)[:MAX_PARAM] for key, value in params.items() if value is not None},
+        )  # fmt: skip
+        try:
+            self.client.log_model_artifacts(made.model_id, str(folder))
+        except BaseException:
+            self.client.finalize_logged_model(made.model_id, "FAILED")
+            raise
+        made = self.client.finalize_logged_model(made.model_id, "READY")
+        self.client.log_outputs(self.run_id, [LoggedModelOutput(made.model_id, step=0)])
+        return made
+
+    def model_metrics(self, model: LoggedModel, metrics: Mapping[str, float], name: str, digest: str) -> None:
+        """Metrics of a model on one set of prompts, which MLflow shows as the dataset they were measured on."""
+        now = int(time.time() * 1000)
+        rows = [
+            Metric(key, float(value), now, 0, model_id=model.model_id, dataset_name=name, dataset_digest=digest[:32])
+            for key, value in metrics.items()
+            if _finite(value)
+        ]
+        self.client.log_batch(self.run_id, metrics=rows)
+
+    def rename(self, name: str) -> None:
+        """What the run is called in MLflow's list."""
+        self.client.update_run(self.run_id, name=name)
 
     def dataset(self, name: str, digest: str, uri: str, profile: str, context: str = "training") -> None:
         """Log the dataset this run used. MLflow keeps 36 characters of a digest: 32 here, the whole in a tag."""
@@ -101,7 +141,8 @@ class Tracker:
 
     def close(self, status: str = "FINISHED") -> None:
         """End the run: FINISHED, FAILED or KILLED."""
-        self._machine.finish()
+        if self._machine is not None:
+            self._machine.finish()
         self.client.set_terminated(self.run_id, status)
 
     def close_after(self, error: BaseException) -> None:
@@ -111,26 +152,24 @@ class Tracker:
 
 
 def experiment_of(client: MlflowClient, name: str, artifacts: Path | None) -> str:
-    """Id of an experiment, made on first use, with a description of what is in it."""
+    """Id of an experiment, made on first use, with a description of what is in it and the columns to look at."""
     known = client.get_experiment_by_name(name)
-    if known is not None:
-        return str(known.experiment_id)
-    place = (artifacts / name.replace("/", "_")).as_uri() if artifacts else None
-    note = (
-        "EAGLE-3 drafters of one target. A run is one pipeline run; below it are its extraction, training and "
-        "evaluation, with their own parameters and metrics. `served/<set>/acceptance_length` is the verdict; "
-        "`predicted_acceptance_length` is a training metric."
-    )
-    try:
-        return str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was quicker
-            raise
+    if known is None:
+        place = (artifacts / name.replace("/", "_")).as_uri() if artifacts else None
+        try:
+            client.create_experiment(name, artifact_location=place)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was quicker
+                raise
         return experiment_of(client, name, artifacts)
+    for key, value in experiment_tags().items():
+        if key not in known.tags:
+            client.set_experiment_tag(known.experiment_id, key, value.replace("EXPERIMENT", known.experiment_id))
+    return str(known.experiment_id)
 
 
 def register_version(
-    tracker: Tracker, model: str, source: str, tags: Mapping[str, str], description: str
+    tracker: Tracker, model: str, source: LoggedModel, tags: Mapping[str, str], description: str
 ) -> tuple[str, str]:
     """Make `source` the next version of a registered model and point the alias `candidate` at it.
 
@@ -143,7 +182,12 @@ def register_version(
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     version = tracker.client.create_model_version(
-        model, source, run_id=tracker.run_id, tags=dict(tags), description=description
+        model,
+        source.artifact_location,
+        run_id=tracker.run_id,
+        model_id=source.model_id,
+        tags=dict(tags),
+        description=description,
     )
     tracker.client.set_registered_model_alias(model, "candidate", version.version)
     return model, str(version.version)

@@ -35,6 +35,7 @@ def report_verdict(job: Job) -> None:
             words += [table, "Plots and details: artifact `comparison.html`."]
         for plot, svg in drawn.items():
             tracker.text(plots.standalone(svg), f"plots/{plot}.svg")
+    tracker.tags({"decision": found["decision"]})
     tracker.describe("\n\n".join(words))
 
 

@@ -1,9 +1,7 @@
 """Two drafters side by side: where one leads, how sure that is, what differs; as words, JSON and a page."""
 
 import json
-import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,31 +16,8 @@ from tasks import plots
 from tasks.comparison import POINTS, Side, compare_sides, training_curves
 from tasks.comparison_page import comparison_page, short_names
 from tasks.differences import differences
-from tasks.evaluation import GREEDY, Answer, Evaluation, SetRecord
 from tasks.verdict_report import alone, markdown
-
-DOMAINS = {"held-out": "held-out", "humaneval": "code", "repos": "code"}
-LINEAGE: dict[str, Any] = {
-    "dataset_uri": "s3://b/demo-v1", "manifest_digest": "a" * 64, "fingerprint": "f" * 64, "samples": 1000,
-    "git_commit": "abc", "sglang_version": "0.5.23",
-    "recipe": {"name": "demo", "train": {"lr": 0.001, "steps": 100}, "store": {"uri": "s3://b"}},
-}  # fmt: skip
-
-
-def served(name: str, luck: float, prompts: int = 12, seed: int = 0) -> Evaluation:
-    """Three sets of two domains; a drafted token is accepted with a probability of about `luck`."""
-    draw, records = random.Random(f"{seed}{name}"), []
-    for key, domain in DOMAINS.items():
-        answers = []
-        for n in range(prompts):
-            histogram = [0, 0, 0, 0]
-            for _ in range(40):
-                histogram[next((k for k in range(3) if draw.random() > luck), 3)] += 1
-            tokens = sum((k + 1) * times for k, times in enumerate(histogram))
-            answers.append(Answer(f"{key}{n:04}" * 4, f"{key}.jsonl:{n}", 9, histogram, tokens, 1.0, tokens, 1.5))
-        records.append(SetRecord(key, "1", "d" * 64, domain, GREEDY, 0, answers))
-    settings = {"target": "tiny", "sglang_version": "0.5.23", "num_steps": 3, "max_new_tokens": 64, "concurrency": 1}
-    return Evaluation.of(name, settings, records)
+from tests.tasks.registered import DOMAINS, LINEAGE, MODEL, registered, served
 
 
 def pair(**other: Any) -> tuple[Side, Side]:
@@ -161,38 +136,28 @@ def test_the_table_for_prefect_has_a_row_a_set_and_says_what_differs() -> None:
 
 @dataclass(frozen=True)
 class Registry:
-    """A real MLflow with versions 1 and 2 of model `m`, 2 with a training of 1,000 steps."""
+    """A real MLflow with two versions; `folders` are their drafters'."""
 
     client: MlflowClient
-    folder: Path
+    folders: list[Path]
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
     folder = tmp_path_factory.mktemp("registry")
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-    experiment = client.create_experiment("e", artifact_location=(folder / "artifacts").as_uri())
-    client.create_registered_model("m")
-    for version, luck in ((1, 0.4), (2, 0.6)):
-        run = client.create_run(experiment).info.run_id
-        training = client.create_run(experiment, tags={"mlflow.parentRunId": run, "eyas.stage": "training"}).info.run_id
-        made = folder / str(version)
-        made.mkdir()
-        served(f"m/{version}", luck).write(made)
-        (made / "lineage.json").write_text(json.dumps(LINEAGE | {"mlflow_run_id": run, "samples": version}))
-        if version == 2:
-            client.log_batch(training, [Metric("train/loss", 1000 - step, 0, step) for step in range(1000)])
-        client.log_artifacts(run, str(made), "drafter")
-        client.create_model_version("m", f"runs:/{run}/drafter", run_id=run)
-    client.set_registered_model_alias("m", "champion", "1")
-    yield Registry(client, folder)
+    uri = f"sqlite:///{folder}/mlflow.db"
+    jobs = [registered(uri, folder, luck, samples)[0] for luck, samples in ((0.4, 1), (0.6, 2))]
+    client = MlflowClient(tracking_uri=uri)
+    client.set_registered_model_alias(MODEL, "champion", "1")
+    return Registry(client, [job.folder / "drafter" for job in jobs])
 
 
 def test_versions_aliases_and_folders_are_compared_alike(registry: Registry, tmp_path: Path, capsys: Any) -> None:
-    names = [("m/2", "m/1"), ("m/2", "m@champion"), (str(registry.folder / "2"), str(registry.folder / "1"))]
+    one, other = map(str, registry.folders)
+    names = [(f"{MODEL}/2", f"{MODEL}/1"), (f"{MODEL}@candidate", f"{MODEL}@champion"), (other, one)]
     answers = [compare_drafters(*pair, html=tmp_path / "page.html", client=registry.client) for pair in names]
     assert len({json.dumps(answer["sets"]) for answer in answers}) == 1
-    assert answers[1]["names"] == ["m/2", "m/1"]
+    assert answers[1]["names"] == [f"{MODEL}/2", f"{MODEL}/1"]
     assert answers[0]["differs"]["data"] == ["samples: 2 / 1"]
     assert "<svg" in (tmp_path / "page.html").read_text()
     print_comparison(answers[0])
@@ -202,8 +167,10 @@ def test_versions_aliases_and_folders_are_compared_alike(registry: Registry, tmp
 
 
 def test_a_long_training_is_thinned_without_losing_its_ends(registry: Registry) -> None:
-    run = json.loads((registry.folder / "2" / "lineage.json").read_text())["mlflow_run_id"]
-    assert len(registry.client.search_runs(["1"], f"tags.mlflow.parentRunId = '{run}'")) == 1
+    run = registry.client.create_run("1").info.run_id
+    below = {"mlflow.parentRunId": run, "eyas.stage": "training"}
+    training = registry.client.create_run("1", tags=below).info.run_id
+    registry.client.log_batch(training, [Metric("train/loss", 1000 - step, 0, step) for step in range(1000)])
     curve = training_curves(registry.client, run)["train/loss"]
     assert len(curve) <= POINTS and curve[-1][0] == 999
     values = [value for _, value in curve]
@@ -211,12 +178,14 @@ def test_a_long_training_is_thinned_without_losing_its_ends(registry: Registry) 
     assert training_curves(registry.client, "unknown") == training_curves(registry.client, None) == {}
 
 
-@pytest.mark.parametrize("name", ["m/9", "m/x", "nobody/1", "m@nobody", "nothing", "nowhere/at/all"])
+@pytest.mark.parametrize(
+    "name", [f"{MODEL}/9", f"{MODEL}/x", "nobody/1", f"{MODEL}@nobody", "nothing", "nowhere/at/all"]
+)
 def test_a_drafter_that_is_not_there_is_refused_by_name(registry: Registry, name: str) -> None:
     with pytest.raises(DatasetError, match=re.escape(name)):
-        compare_drafters(name, "m/1", client=registry.client)
+        compare_drafters(name, f"{MODEL}/1", client=registry.client)
 
 
 def test_a_set_that_is_not_there_is_refused_with_those_that_are(registry: Registry) -> None:
     with pytest.raises(DatasetError, match="no set maths"):
-        compare_drafters("m/2", "m/1", ["maths"], client=registry.client)
+        compare_drafters(f"{MODEL}/2", f"{MODEL}/1", ["maths"], client=registry.client)

@@ -71,7 +71,7 @@ def test_a_stage_is_a_nested_run_with_its_own_parameters_and_figures(job: Job) -
         job.seconds["train drafter"] = 7.04
         tracker.curve("held_out/top1", [0.7, 0.6, 0.5])
     (run,) = nested(job)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", f"training {job.run_id}")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", f"training {job.run_id[-4:]}")
     assert run.data.metrics == {"loss_last": 0.5, "wall_s/train_drafter": 7.0, "held_out/top1": 0.5}
     assert run.data.params["train.lr"] == str(job.recipe.train.lr)
     assert not [key for key in run.data.params if key.startswith(("evaluate.", "regenerate."))]
@@ -100,7 +100,8 @@ def test_a_stage_ends_as_its_block_ends(job: Job, error: BaseException, status: 
 
 def test_the_machine_is_measured_as_long_as_the_run_lasts(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    run = Tracker.open("machine", "measured", {}, uri, None)
+    whole = Tracker.open("machine", "measured", {}, uri, None)
+    run = whole.child("training")
 
     def measured() -> list[Any]:
         return list(run.client.get_metric_history(run.run_id, abandoned.HEARTBEAT))
@@ -111,6 +112,8 @@ def test_the_machine_is_measured_as_long_as_the_run_lasts(uri: str, monkeypatch:
     metrics = run.client.get_run(run.run_id).data.metrics
     assert {"system/system_memory_usage_megabytes", "system/disk_usage_percentage"} <= metrics.keys()
     assert not wait_for(lambda: len(measured()) > count, 1)
+    assert not whole.client.get_run(whole.run_id).data.metrics  # the verdict's figures stand there alone
+    whole.close()
 
 
 @contextmanager
@@ -132,10 +135,10 @@ def test_a_killed_processs_runs_are_ended_when_they_last_gave_a_sign_and_a_livin
     client = MlflowClient(tracking_uri=uri)
     with killed_run(uri) as process:
         experiment = client.get_experiment_by_name("killed").experiment_id
-        (parent,) = (r for r in client.search_runs([experiment]) if r.info.run_name == "mine")
+        child, parent = sorted(client.search_runs([experiment]), key=lambda r: r.info.run_name == "mine")
 
         def signs() -> list[int]:
-            return [m.timestamp for m in client.get_metric_history(parent.info.run_id, abandoned.HEARTBEAT)]
+            return [m.timestamp for m in client.get_metric_history(child.info.run_id, abandoned.HEARTBEAT)]
 
         assert wait_for(lambda: len(signs()) >= 2, 30)
         assert end_abandoned(client, experiment, "next") == []
@@ -145,7 +148,8 @@ def test_a_killed_processs_runs_are_ended_when_they_last_gave_a_sign_and_a_livin
         runs = client.search_runs([experiment])
         assert len(runs) == 2 and {run.info.status for run in runs} == {"KILLED"}
         assert all("found by next" in run.data.tags[ENDED] for run in runs)
-        assert client.get_run(parent.info.run_id).info.end_time == signs()[-1]
+        ends = {client.get_run(run.info.run_id).info.end_time for run in (child, parent)}
+        assert ends == {signs()[-1]}
         assert end_abandoned(client, experiment, "again") == []
 
 
