@@ -104,6 +104,11 @@ class Tracker:
         """Keep a small text as an artifact."""
         self.client.log_text(self.run_id, text, name)
 
+    def folder(self, folder: Path, name: str) -> str:
+        """Keep a folder as artifacts; returns its `runs:/` address."""
+        self.client.log_artifacts(self.run_id, str(folder), name)
+        return f"runs:/{self.run_id}/{name}"
+
     def model(self, name: str, folder: Path, params: Mapping[str, Any], tags: Mapping[str, str]) -> LoggedModel:
         """Keep a drafter's folder as a model that this run has made: listed among the experiment's models."""
         made = self.client.create_logged_model(
