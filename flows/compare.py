@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 from rich.box import SIMPLE
 from rich.console import Console
@@ -53,7 +54,11 @@ def _side(name: str, folder: Path, client: MlflowClient) -> Side:
     model, version = _version(name, client)
     folder.mkdir()
     found = Champions(client, model).download(version, folder)
-    return Side.of(Evaluation.read(found, f"{model}/{version}"), found, client)
+    evaluated = found
+    if again := client.get_model_version(model, version).tags.get("evaluation.source"):  # it was measured again
+        uri = client.tracking_uri
+        evaluated = Path(download_artifacts(artifact_uri=again, dst_path=str(folder), tracking_uri=uri)).parent
+    return Side.of(Evaluation.read(evaluated, f"{model}/{version}"), found, client)
 
 
 def _version(name: str, client: MlflowClient) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hidden_states.errors import ServerError
@@ -37,8 +37,11 @@ def postgres_programs() -> Path | None:
 
 
 @contextlib.contextmanager
-def package_stack() -> Iterator[dict[str, str]]:
+def package_stack(pages: Sequence[str] = ("prefect", "mlflow")) -> Iterator[dict[str, str]]:
     """Start everything, yield the environment for its clients, end everything.
+
+    Args:
+        pages: which of Prefect and MLflow.
 
     Raises:
         ServerError: PostgreSQL is not installed, or a service did not start.
@@ -64,6 +67,8 @@ def package_stack() -> Iterator[dict[str, str]]:
             stack.enter_context(_running(service, folder))
         _make_databases(programs, site, drawn["database"])
         for name, address, ready in (("prefect", site.prefect, "/api/ready"), ("mlflow", site.mlflow, "/health")):
+            if name not in pages:
+                continue
             stack.enter_context(_running(_web(name, site, address, ready), folder))
         yield client_environment(site)
 

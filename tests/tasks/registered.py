@@ -52,8 +52,7 @@ def registered(uri: str, folder: Path, luck: float, samples: int, steps: int = 6
     job.tracker = Tracker.open("eyas/made-up", short_name(job), tags, uri, artifacts)
     job.tracker.params(job.recipe.flat())
     with stage(job, "training") as training:
-        for step in range(1, steps + 1):
-            training.metrics({"train/loss": 2 + 8 * luck / (1 + step / 20)}, step)
+        training.curve("train/loss", [2 + 8 * luck / (1 + step / 20) for step in range(steps)])
         job.figures |= {"loss_last": 2.1, "train_steps": steps, "predicted_acceptance_length": 1 + 2 * luck}
     job.evaluation = served(run_id, luck)
     with stage(job, "evaluation"):

@@ -166,6 +166,18 @@ def test_versions_aliases_and_folders_are_compared_alike(registry: Registry, tmp
         assert words in said
 
 
+def test_a_version_that_was_measured_again_is_compared_as_last_measured(registry: Registry, tmp_path: Path) -> None:
+    before = compare_drafters(f"{MODEL}/2", f"{MODEL}/1", client=registry.client)
+    served("again", 0.1).write(tmp_path)
+    run = registry.client.create_run("1").info.run_id
+    registry.client.log_artifacts(run, str(tmp_path), "evaluations/2")
+    registry.client.set_model_version_tag(MODEL, "2", "evaluation.source", f"runs:/{run}/evaluations/2/evaluation.json")
+    after = compare_drafters(f"{MODEL}/2", f"{MODEL}/1", client=registry.client)
+    registry.client.delete_model_version_tag(MODEL, "2", "evaluation.source")
+    assert (before["overall"]["verdict"], after["overall"]["verdict"]) == ("better", "worse")
+    assert before["differs"] == after["differs"]
+
+
 def test_a_long_training_is_thinned_without_losing_its_ends(registry: Registry) -> None:
     run = registry.client.create_run("1").info.run_id
     below = {"mlflow.parentRunId": run, "eyas.stage": "training"}

@@ -26,9 +26,10 @@ def uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param == "SQLite":
         yield f"sqlite:///{tmp_path_factory.mktemp('sqlite')}/mlflow.db"
         return
-    with package_stack() as env, pytest.MonkeyPatch.context() as patch:
+    with package_stack(pages=["mlflow"]) as env, pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
-            patch.setenv(name, value)
+            if not name.startswith("PREFECT"):
+                patch.setenv(name, value)
         yield env["MLFLOW_TRACKING_URI"]
 
 
