@@ -39,9 +39,9 @@ check: setup
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/mypy
 
-# The pipeline's tests that let themselves be given services, against Prefect and MLflow on PostgreSQL.
+# A whole run with Prefect and MLflow on PostgreSQL (part of `make test` too; skipped where PostgreSQL is missing).
 stack-test: setup
-	@$(VENV)/bin/python -m infra.package_stack -- $(VENV)/bin/python -m pytest tests/flows/test_given_services.py
+	@$(VENV)/bin/python -m pytest tests/flows/test_given_services.py tests/infra/test_package_stack.py
 
 # Keys and passwords in the repository's files; what is known and harmless stands in .secrets.baseline.
 leaks: setup
