@@ -57,8 +57,8 @@ class Campaign:
 class Operator:
     """Disturbs runs and looks after them."""
 
-    def __init__(self, place: Operated, campaign: Campaign) -> None:
-        self.place, self.campaign, self.number = place, campaign, 0
+    def __init__(self, place: Operated, campaign: Campaign, until: float) -> None:
+        self.place, self.campaign, self.until, self.number = place, campaign, until, 0
         self.usual_s = 0.0
 
     def undisturbed(self) -> str:
@@ -75,7 +75,7 @@ class Operator:
         retries = 0
         late: list[str] = []
         for number, kind in enumerate(kinds):
-            if not self._disturb(run, kind):
+            if time.monotonic() > self.until or not self._disturb(run, kind):
                 late = kinds[number:]
                 break
             self._retry(run)
@@ -188,19 +188,22 @@ def campaign_recipe(home: Path) -> Path:
     )  # fmt: skip
 
 
-def run_campaign(place: Operated, counts: dict[str, int], retries: int, steps: list[str]) -> dict[str, Any]:
-    """All of it; see the top of this file."""
+def run_campaign(
+    place: Operated, counts: dict[str, int], retries: int, steps: list[str], until: float
+) -> dict[str, Any]:
+    """All of it, or as much as is begun before `until`; see the top of this file."""
     campaign = Campaign()
-    operator = Operator(place, campaign)
+    operator = Operator(place, campaign, until)
     reference = operator.undisturbed()
     waiting = [kind for kind, count in counts.items() for _ in range(count)]
     random.shuffle(waiting)
-    while waiting:
+    while waiting and time.monotonic() < until:
         size = random.randint(1, MOST_A_RUN)
         kinds, waiting = waiting[:size], waiting[size:]
         waiting += operator.disturbed(kinds)
     for number in range(retries):
-        operator.every_step(steps, number)
+        if time.monotonic() < until:
+            operator.every_step(steps, number)
     return {
         "cancels": campaign.hits["cancel"], "kills": campaign.hits["kill"], "worker_kills": campaign.hits["worker"],
         "orphans": len(campaign.orphans), "slowest_end_s": round(campaign.slowest_end_s, 1),
@@ -218,15 +221,17 @@ def main() -> None:
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--retries", type=int, default=5, help="rounds of a retry at every step")
     parser.add_argument("--steps", default=",".join(STEPS), help="those steps, comma-separated")
+    parser.add_argument("--minutes", type=float, default=240, help="nothing new is begun after so many")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
+    until = time.monotonic() + 60 * options.minutes
     counts = {"cancel": options.cancels, "kill": options.kills, "worker": options.worker_kills}
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary).resolve() / "here"
         home.mkdir()
         with operated(home, campaign_recipe(home)) as place:
-            answer = run_campaign(place, counts, options.retries, options.steps.split(","))
+            answer = run_campaign(place, counts, options.retries, options.steps.split(","), until)
     print(json.dumps(answer))
 
 

@@ -15,6 +15,7 @@ QUIET = {
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_LEVEL": "INFO",
+    "PREFECT_CLIENT_MAX_RETRIES": "8",  # with waits that double: a Prefect server may be away for four minutes
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # infra/automations.yaml: a run that stops sending them is gone
     "PREFECT_LOGGING_FORMATTERS_STANDARD_DATEFMT": "%H:%M:%S",
     "PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT": "%(asctime)s | %(flow_run_name)s | %(message)s",

@@ -6,6 +6,7 @@ from typing import Any
 from flows.flow import eyas_flow, name_run
 from flows.workshop import workshop
 from infra.recipe_file import load_recipe
+from tasks.assets import show_dataset, show_drafter
 from tasks.begin import plan_run
 from tasks.capture import clear_warm_up, launch_servers, stop_servers
 from tasks.champion import decide, measure_champion
@@ -51,6 +52,7 @@ def drafter_pipeline(recipe: str = "demo-smollm2", overrides: Sequence[str] = ()
                     measure(job, "control")
                 measure_champion(job)
         register_drafter(job)
+        show_drafter(job)
         decide(job)
         report_verdict(job)
         summary = finish(job)
@@ -92,4 +94,5 @@ def make_dataset(job: Job) -> None:
             stop_servers(job)
         commit_dataset(job)
     use_dataset(job)
+    show_dataset(job)
     report_extraction(job)

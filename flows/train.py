@@ -6,6 +6,7 @@ from typing import Any
 from flows.flow import eyas_flow, name_run
 from flows.workshop import workshop
 from infra.recipe_file import load_recipe
+from tasks.assets import show_drafter
 from tasks.committed import find_dataset
 from tasks.dataset import use_dataset
 from tasks.registry import finish_training, register_drafter
@@ -33,4 +34,5 @@ def train(recipe: str = "demo-smollm2", overrides: Sequence[str] = (), dataset: 
             train_drafter(job)
             export_drafters(job)
         register_drafter(job)
+        show_drafter(job)
         return finish_training(job)

@@ -45,6 +45,8 @@ def prefect_server(state_dir: Path) -> Service:
         "PREFECT_HOME": str(home),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # else the pages ask port 4200, and show nothing
+        # In memory, a restart would forget who holds the GPUs, and nobody would ever give them back.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]

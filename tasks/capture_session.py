@@ -16,6 +16,7 @@ from infra.client import SGLangClient
 from infra.recipe import Recipe, Server
 from infra.server import CPU_ENV, CPU_FLAGS, ServerSpec, SGLangServer, attach
 from tasks.job import Job, need
+from tasks.server_log import ServerLog
 
 WRITER_DEADLINE_S = 30.0
 PROBE_DEADLINE_S = 15.0  # one token, answered already: only its dump is waited for
@@ -93,7 +94,7 @@ class CaptureSession:
         else:
             self.server = attach(str(settings.url))
         started = time.monotonic()
-        self.server.wait_ready(settings.ready_deadline_s)
+        self.server.wait_ready(settings.ready_deadline_s, ServerLog(log.info, self.name).line)
         log.info("%s is ready at %s after %.0f s", self.name, self.server.base_url, time.monotonic() - started)
         self.client = SGLangClient(
             self.server.base_url,

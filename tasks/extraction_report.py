@@ -7,6 +7,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.logging import get_run_logger
 
 from tasks.job import Job, need
+from tasks.page import shown
 from tasks.step import step
 
 ARTIFACT = "extraction-report"
@@ -18,10 +19,9 @@ def report_extraction(job: Job) -> None:
     """The table of this dataset, as a Prefect artifact, in the log, and in the summary."""
     rows = table(job)
     job.figures["extraction"] = rows
-    create_table_artifact(
-        [{**row, "examples": "; ".join(row["examples"])} for row in rows], key=ARTIFACT,
-        description=f"What became of every row and sample of {job.figures['dataset_uri']}",
-    )  # fmt: skip
+    lines = [{**row, "examples": "; ".join(row["examples"])} for row in rows]
+    said = f"What became of every row and sample of {job.figures['dataset_uri']}"
+    shown(lambda: create_table_artifact(lines, key=ARTIFACT, description=said))
     for row in rows:
         why = f" ({row['reason']})" if row["reason"] else ""
         examples = f": {row['examples'][0]}" if row["examples"] else ""

@@ -3,13 +3,11 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
-from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
 
 from hidden_states.plan import Batch
+from tasks.page import Progress
 from tasks.tracking import Tracker
 from tasks.words import bytes_in_words, seconds_in_words
 
@@ -45,9 +43,7 @@ class ExtractionProgress:
         self._batches = self._all_batches - len(missing)
         self._run_tokens = self._run_bytes = self._quarantined = 0
         self._started = time.monotonic()
-        self._artifact = cast(  # it is a coroutine only inside an event loop
-            UUID, create_progress_artifact(self._percent, key=ARTIFACT, description=self._in_words())
-        )
+        self._bar = Progress(ARTIFACT, self._percent, self._in_words())
 
     def add(self, batch: BatchDone) -> None:
         """Count a batch, and say how far we are."""
@@ -59,7 +55,7 @@ class ExtractionProgress:
         self._run_bytes += batch.bytes
         said = self._in_words()
         get_run_logger().info("%s", said)
-        update_progress_artifact(self._artifact, self._percent, said)
+        self._bar.update(self._percent, said)
         seconds = time.monotonic() - self._started
         self._tracker.metrics(
             {"extraction/samples": self._samples, "extraction/tokens": self._tokens,

@@ -4,7 +4,9 @@ import hashlib
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,13 @@ from hidden_states.manifest import HELD_OUT, TRAIN
 from hidden_states.stream import SampleStream
 from tasks.dataset import log_dataset
 from tasks.job import Job, need
+from tasks.page import Progress
 from tasks.stage import current
 from tasks.step import step
 from tasks.tracking import Tracker
 
 REPORT_EVERY_S = 15.0
+PROGRESS = "training-progress"
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,16 @@ def train_drafter(job: Job) -> None:
 
     tracker = current(job)
     log_dataset(job, tracker, "training")
-    watch = TrainingWatch(tracker, get_run_logger().info)
+    course = train_config(recipe)
+    watch, result = TrainingWatch(tracker, get_run_logger().info, course), None
     try:
         trainer = Trainer(
-            train_config(recipe), drafter, target, stream(TRAIN), checkpoints,
+            course, drafter, target, stream(TRAIN), checkpoints,
             validation=lambda: stream(HELD_OUT)(0), on_step=watch.step, on_validation=watch.validation,
         )  # fmt: skip
         result = trainer.run()
     finally:
-        watch.flush()
+        watch.end(result is not None)
     best = CheckpointFolder(checkpoints).load_best()
     if best is None or result.validation is None:
         raise TrainingError(
@@ -131,12 +136,18 @@ def train_drafter(job: Job) -> None:
 
 
 class TrainingWatch:
-    """Passes a training's figures on: every step to MLflow in batches, a line now and then to the log."""
+    """Passes a training's figures on: every step to MLflow, a line now and then to the log and to the run's page.
 
-    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
-        self.tracker, self.say = tracker, say
-        self._waiting: list[tuple[int, dict[str, float]]] = []
+    MLflow is told from a thread of its own: while it is away the figures wait and the training goes on.
+    """
+
+    def __init__(self, tracker: Tracker, say: Callable[[str], None], config: TrainConfig) -> None:
+        self.tracker, self.say, self.config = tracker, say, config
+        self._waiting: deque[tuple[int, dict[str, float]]] = deque()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="figures")
+        self._sending: Future[None] | None = None
         self._said = time.monotonic()
+        self._bar = Progress(PROGRESS, 0.0, "training begins")
 
     def step(self, m: StepMetrics) -> None:
         """One optimiser step."""
@@ -146,8 +157,10 @@ class TrainingWatch:
         if m.step == 1 or time.monotonic() - self._said >= REPORT_EVERY_S:
             self._said = time.monotonic()
             top1 = ", ".join(f"{x:.2f}" for x in m.figures.top1)
-            self.say(f"step {m.step}: loss {m.loss:.3f}, top-1 {top1}, {m.tokens_per_s:,.0f} tokens/s")
-            self.flush()
+            words = f"step {m.step}: loss {m.loss:.3f}, top-1 {top1}, {m.tokens_per_s:,.0f} tokens/s"
+            self.say(words)
+            self._bar.update(self._percent(m), words)
+            self._send_on()
 
     def validation(self, step: int, figures: Figures) -> None:
         """Figures of the held-out split."""
@@ -156,11 +169,32 @@ class TrainingWatch:
             f"step {step}: held out: loss {figures.loss:.3f}, simulated acceptance {figures.acceptance_length:.3f}"
         )
 
-    def flush(self) -> None:
-        """Send what waits."""
-        for at, figures in self._waiting:
+    def end(self, trained: bool) -> None:
+        """Send what waits, however the training ended; MLflow's own client asks again for some minutes."""
+        self._sender.shutdown(wait=True)
+        self._send()
+        if trained:
+            self._bar.update(100.0, "trained")
+
+    def _percent(self, m: StepMetrics) -> float:
+        c = self.config
+        parts = [m.step / c.max_steps if c.max_steps else 0.0, m.seconds / c.max_seconds if c.max_seconds else 0.0]
+        parts.append(m.epoch / c.epochs if c.epochs else 0.0)
+        return round(100 * min(1.0, max(parts)), 1)
+
+    def _send_on(self) -> None:
+        if self._sending is not None:
+            if not self._sending.done():
+                return
+            if error := self._sending.exception():
+                self.say(f"MLflow does not take the figures, {len(self._waiting)} steps of them wait: {error}")
+        self._sending = self._sender.submit(self._send)
+
+    def _send(self) -> None:
+        while self._waiting:
+            at, figures = self._waiting[0]
             self.tracker.metrics(figures, at)
-        self._waiting.clear()
+            self._waiting.popleft()
 
 
 @step("export drafter")

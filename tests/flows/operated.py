@@ -15,7 +15,9 @@ import httpx
 import psutil
 
 from infra.lifeline import PR_SET_PDEATHSIG
-from infra.services import embedded_prefect
+from infra.process import OwnedProcess
+from infra.service import Service, wait_ready
+from infra.services import prefect_server
 from tests.flows.runs import CHECKOUT, Place, wait_for
 
 SABOTEUR = Path(__file__).parent / "saboteur"
@@ -27,8 +29,10 @@ GONE_S = 45.0  # docs/operating.md: how long anything of a run may outlive it
 class Operated(Place):
     """A folder with `eyas serve` in it, and the server it serves."""
 
-    def __init__(self, folder: Path, api: str, recipe: Path) -> None:
+    def __init__(self, folder: Path, service: Service, recipe: Path) -> None:
         self.orders = folder / "sabotage"
+        self.service, api = service, service.url
+        self.prefect = self.start_prefect()
         super().__init__(folder, {
             "PREFECT_API_URL": api, "PREFECT_RUNNER_POLL_FREQUENCY": "1", "PREFECT_HOME": str(folder / "prefect-home"),
             "PYTHONPATH": f"{SABOTEUR}{os.pathsep}{CHECKOUT}", "EYAS_TEST_SABOTAGE": str(self.orders),
@@ -37,6 +41,22 @@ class Operated(Place):
         self.recipe = recipe
         self.http = httpx.Client(base_url=api, timeout=30, trust_env=False)
         self.server: subprocess.Popen[str] | None = None
+
+    def start_prefect(self) -> OwnedProcess:
+        """The server; it listens where it did before."""
+        where = self.orders.parent.with_name(f"{self.orders.parent.name}-services")
+        process = OwnedProcess(
+            self.service.command, log_path=where / "prefect.log", pid_file=where / "prefect.pid", env=self.service.env
+        ).start()
+        wait_ready(self.service, process)
+        return process
+
+    def restart_prefect(self) -> None:
+        """kill -9 of the server, and a new one on the same database: away for as long as it takes to start."""
+        for pid in self.prefect.pids():
+            os.kill(pid, signal.SIGKILL)
+        self.prefect.stop()
+        self.prefect = self.start_prefect()
 
     def serve(self, *recipes: str) -> None:
         """Start `eyas serve` and wait until its deployments are there and it listens."""
@@ -145,17 +165,17 @@ def operated(folder: Path, recipe: Path) -> Iterator[Operated]:
     """A server of its own for the folder, and `eyas serve`."""
     services = folder.parent / f"{folder.name}-services"
     services.mkdir()
-    with embedded_prefect(services) as api:
-        place = Operated(folder, api, recipe)
+    place = Operated(folder, prefect_server(services), recipe)
+    try:
         place.serve()
-        try:
-            yield place
-        finally:
-            place.stop_serving()
-            left = place.wait_empty(GONE_S)
-            for process in place.processes():
-                process.kill()
-            assert not left, left
+        yield place
+    finally:
+        place.stop_serving()
+        left = place.wait_empty(GONE_S)
+        for process in place.processes():
+            process.kill()
+        place.prefect.stop()
+    assert not left, left
 
 
 def manifest_digest(store: Path) -> str:

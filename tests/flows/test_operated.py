@@ -1,6 +1,5 @@
 """Runs as people operate them: from schedules, from Prefect's pages, with somebody pulling the plug."""
 
-import shutil
 import stat
 from collections.abc import Iterator
 from datetime import datetime
@@ -124,23 +123,36 @@ def test_a_killed_run_goes_on_when_it_is_retried_unless_its_recipe_was_edited(pl
 
 
 @pytest.mark.slow
-def test_a_training_alone_takes_the_committed_dataset_and_outlives_neither_its_worker(place: Operated) -> None:
-    """`eyas serve` is killed while the run trains: the run ends too; retried under another one it goes on."""
-    run = place.begin("train", ["train.steps=100000", "train.max_seconds=600"])
+def test_a_training_ends_with_its_worker_goes_on_when_retried_and_does_not_mind_a_restart_of_prefect(
+    place: Operated,
+) -> None:
+    """`eyas serve` is killed while a training runs; retried under another one it goes on from its checkpoint, and on
+    while Prefect's server is killed and started again."""
+    run = place.begin("train", ["train.steps=100000", "train.max_seconds=20", "train.checkpoint_every=2"])
     checkpoints = place.folder / ".eyas" / "checkpoints"
-    assert wait_for(lambda: any(checkpoints.glob("*/step-*")), 90), place.log()
+
+    def steps() -> set[str]:
+        return {path.name for path in checkpoints.glob("*/step-*")}
+
+    assert wait_for(lambda: bool(steps()), 120), place.log()
     assert place.server is not None
     place.server.kill()
     place.server.wait()
     assert not place.wait_empty(45)
-    assert place.state(run) in ("CRASHED", "RUNNING")
-    shutil.rmtree(checkpoints)
+    assert place.state(run) == "CRASHED"
+    before = steps()
+    assert before
+
     place.serve()
-    short = place.begin("train")
-    assert place.ends(short) == "COMPLETED", place.log()
-    summary = place.summary_of(short)
-    assert summary["train_steps"] == 6 and summary["model_version"] == "1"
-    assert Path(summary["drafter_path"], "model.safetensors").exists()
+    place.retry(run)
+    assert wait_for(lambda: bool(steps() - before), 120), place.log()
+    place.restart_prefect()
+    assert place.ends(run) == "COMPLETED", place.log()
+    summary = place.summary_of(run)
+    assert summary["train_steps"] > max(int(name.removeprefix("step-")) for name in before)
+    assert summary["model_version"] == "1" and Path(summary["drafter_path"], "model.safetensors").exists()
+    assert not place.wait_alone()
+    assert wait_for(lambda: place.ask("GET", f"/v2/concurrency_limits/{limit_name()}")["active_slots"] == 0, 10)
 
 
 @pytest.mark.slow

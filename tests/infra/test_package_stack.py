@@ -1,14 +1,10 @@
-"""The team's stack, from packages: PostgreSQL behind Prefect and MLflow, a password on everything."""
+"""What the shared stack is started with; tests/flows/test_given_services.py starts it."""
 
-import os
 import stat
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 
-from infra.package_stack import package_stack, postgres_programs
 from infra.shared_stack import KEYS, Site, client_environment, command, keys
 
 DRIVER = {"prefect": "postgresql+asyncpg://", "mlflow": "postgresql+psycopg2://"}
@@ -36,51 +32,6 @@ def test_a_service_is_told_its_passwords_by_its_environment_never_by_its_command
     assert any(secret in value for value in env.values() for secret in drawn)
     if service in DRIVER:
         assert any(value.startswith(DRIVER[service]) for value in env.values())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(postgres_programs() is None, reason="PostgreSQL is not installed")
-def test_prefect_and_mlflow_run_on_postgresql_and_answer_nobody_without_a_password(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    with package_stack() as env:
-        started = set(psutil.Process().children(recursive=True)) - before
-        postgres = [process for process in started if process.name() == "postgres"]
-        assert postgres
-        assert "root" not in {process.username() for process in postgres}
-        drawn = {env[name] for name in ("MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY")}
-        drawn.add(env["PREFECT_API_AUTH_STRING"].partition(":")[2])
-        for process in started:
-            assert not [word for word in cmdline(process) for secret in drawn if secret in word]
-        prefect = f"{env['PREFECT_API_URL']}/admin/version"
-        mlflow = f"{env['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/experiments/search?max_results=1"
-        user, _, password = env["PREFECT_API_AUTH_STRING"].partition(":")
-        assert (httpx.get(prefect).status_code, httpx.get(mlflow).status_code) == (401, 401)
-        assert httpx.get(prefect, auth=(user, password)).status_code == 200
-        assert httpx.get(mlflow, auth=(user, env["MLFLOW_TRACKING_PASSWORD"])).status_code == 200
-        assert httpx.get(mlflow, auth=(user, "password")).status_code == 401
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        artifact_of_a_run()
-    assert not [process for process in started if process.is_running() and process.status() != "zombie"]
-
-
-def artifact_of_a_run() -> None:
-    """MLflow keeps artifacts in the stack's own store."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])
-    run = client.create_run(client.create_experiment("stack"))
-    client.log_text(run.info.run_id, "hello", "a.txt")
-    assert [found.path for found in client.list_artifacts(run.info.run_id)] == ["a.txt"]
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def test_clients_are_led_to_the_stack_with_its_passwords(site: Site) -> None:
