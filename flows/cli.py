@@ -108,7 +108,12 @@ def up(args: argparse.Namespace) -> int:
     from flows.stack_view import print_stack
     from infra.services import LocalStack
 
-    _answer(args, LocalStack(state_dir()).up(), print_stack)
+    status = LocalStack(state_dir()).up()
+    os.environ.setdefault("PREFECT_API_URL", status["services"]["prefect"]["url"])
+    from tasks.abandoned import end_all_abandoned
+
+    end_all_abandoned(status["services"]["mlflow"]["url"], "eyas up")  # before a person looks at them
+    _answer(args, status, print_stack)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Runs that MLflow shows as running though nobody runs them: their process was killed before it could end them.
 
-Each pipeline run says in a tag which process it is. The next run of the same experiment looks at those that still count
-as running, and ends the ones whose process is gone; where that cannot be seen from here (another machine, another
-container), Prefect is asked whether the flow run is over. What nobody can tell is left alone.
+Each pipeline run says in a tag which process it is. The next run of the same experiment, or `eyas up`, looks at those
+that still count as running, and ends the ones whose process is gone; where that cannot be seen from here (another
+machine, another container), Prefect is asked whether the flow run is over. What nobody can tell is left alone.
 """
 
 import json
@@ -48,6 +48,13 @@ def end_abandoned(client: MlflowClient, experiment_id: str, found_by: str) -> li
                 client.set_terminated(member.info.run_id, status, end_time=signs[member.info.run_id])
         ended.append(str(run.info.run_name))
     return ended
+
+
+def end_all_abandoned(tracking_uri: str, found_by: str) -> list[str]:
+    """The same in every experiment: what `eyas up` does before a person looks at the pages."""
+    client = MlflowClient(tracking_uri=tracking_uri)
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    return [name for experiment in experiments for name in end_abandoned(client, experiment, found_by)]
 
 
 def _fate(run: Run) -> str | None:

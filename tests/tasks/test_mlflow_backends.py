@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from flows.compare import compare_drafters
 from infra.package_stack import package_stack, postgres_programs
-from tasks.abandoned import PROCESS, end_abandoned, this_process
+from tasks.abandoned import PROCESS, end_all_abandoned, this_process
 from tasks.champion import Champions
 from tasks.lineage import drafters_of
 from tasks.tracking import ENDED, Tracker
@@ -86,7 +86,7 @@ def test_what_a_kill_left_running_is_ended(uri: str) -> None:
     gone = json.dumps(json.loads(this_process()) | {"start_time": 1})
     run = Tracker.open("eyas/made-up", "killed", {PROCESS: gone, "prefect.flow_run_id": "none"}, uri, None)
     child = run.child("training killed")
-    assert end_abandoned(run.client, run.experiment_id, "the next") == ["killed"]
+    assert end_all_abandoned(uri, "the next") == ["killed"]
     for tracker in (run, child):
         found = run.client.get_run(tracker.run_id)
         assert found.info.status == "KILLED" and "found by the next" in found.data.tags[ENDED]
