@@ -11,6 +11,7 @@ import yaml
 from flows.automations import read_automations
 from flows.gpus import limit_name
 from hidden_states.errors import RecipeError
+from tests.browser import BROWSER, browser
 from tests.flows.operated import Operated, manifest_digest, operated
 from tests.flows.runs import tiny_recipe, wait_for
 
@@ -186,3 +187,32 @@ def test_nothing_is_served_without_a_server_to_serve(tmp_path: Path, monkeypatch
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     with pytest.raises(ServerError, match="eyas up"):
         serve_recipes([], None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="neither Chromium nor Chrome is installed")
+def test_a_person_starts_a_run_with_an_override_in_the_browser_and_sees_how_far_it_is(place: Operated) -> None:
+    pages = place.service.url.removesuffix("/api")
+    deployment = place.ask("GET", "/deployments/name/train/any-recipe")["id"]
+    with browser(place.folder) as page:
+        page.open(f"{pages}/deployments/deployment/{deployment}/run")
+        page.wait("document.querySelector('textarea')?.value === 'demo-smollm2'")
+        assert "strings that change the recipe" in page.text()
+        page.fill("document.querySelector('textarea')", str(place.recipe))
+        page.click("[...document.querySelectorAll('button')].find(e => e.innerText.trim() === 'Add item')")
+        page.wait("document.querySelectorAll('textarea').length === 2")
+        page.fill("document.querySelectorAll('textarea')[1]", "train.steps=8")
+        page.click("document.querySelector('button[type=submit]')")
+
+        def started() -> list[dict[str, object]]:
+            return list(place.ask("POST", "/flow_runs/filter", deployments={"name": {"any_": ["any-recipe"]}}))
+
+        assert wait_for(lambda: bool(started()), 30), page.text()
+        (run,) = started()
+        assert run["parameters"]["overrides"] == ["train.steps=8"]  # type: ignore[index]
+        assert place.ends(str(run["id"])) == "COMPLETED", place.log()
+        assert place.summary_of(str(run["id"]))["train_steps"] == 8
+        page.open(f"{pages}/artifacts/key/training-progress")
+        page.wait("document.body.innerText.includes('100%')")
+        page.open(f"{pages}/runs/flow-run/{run['id']}")
+        page.wait("document.body.innerText.includes('tiny-deepseek-v3 tiny-v1')")

@@ -109,3 +109,12 @@ def test_a_prefect_server_that_is_away_costs_a_table_and_not_the_run(monkeypatch
     bar.update(5.0, "back: made now")
     bar.update(6.0, "on")
     assert updated == [("id", 6.0, "on")]
+
+
+def test_every_event_of_eyas_has_an_automation_and_every_automation_an_event_that_is_sent() -> None:
+    from flows.automations import read_automations
+    from tasks import events
+
+    sent = {value for name, value in vars(events).items() if name.isupper() and str(value).startswith("eyas.")}
+    awaited = {name for automation in read_automations() for name in automation.trigger.expect if name[:5] == "eyas."}
+    assert sent == awaited and len(sent) == 3
