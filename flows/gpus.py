@@ -53,13 +53,14 @@ def gpus(recipe: Recipe) -> Iterator[None]:
         GpusBusy: they are in use, and the recipe does not wait.
     """
     with get_client(sync_client=True) as client, contextlib.ExitStack() as stack:
-        name, record = limit_name(), state_dir() / "gpus.json"
+        name, records = limit_name(), state_dir() / "gpus"
+        records.mkdir(parents=True, exist_ok=True)
+        record = records / f"{os.getpid()}.json"
         with contextlib.suppress(ObjectAlreadyExists):
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1, active=True))
-        _hand_back_of_the_dead(client, record)
-        lease = _acquire(client, name, recipe.schedule.when_busy == "wait", record)
+        _hand_back_of_the_dead(client, records)
+        lease = _acquire(client, name, recipe.schedule.when_busy == "wait", records)
         stack.callback(_release, client, name, lease, record)
-        record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps({"lease": str(lease), "boot_id": lifeline.boot_id(),
                                       **lifeline.identity(os.getpid())}))  # fmt: skip
         over = threading.Event()
@@ -68,7 +69,7 @@ def gpus(recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def _acquire(client: SyncPrefectClient, name: str, wait: bool, record: Path) -> UUID:
+def _acquire(client: SyncPrefectClient, name: str, wait: bool, records: Path) -> UUID:
     holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.get_id())) if flow_run.get_id() else None
     said = 0.0
     while True:
@@ -87,7 +88,7 @@ def _acquire(client: SyncPrefectClient, name: str, wait: bool, record: Path) -> 
             said = time.monotonic()
             get_run_logger().info("another run holds this host's GPUs (%s); waiting for it to end", name)
         time.sleep(ASK_AGAIN_S)
-        _hand_back_of_the_dead(client, record)
+        _hand_back_of_the_dead(client, records)
 
 
 def _renew(lease: UUID, over: threading.Event) -> None:
@@ -111,15 +112,16 @@ def _release(client: SyncPrefectClient, name: str, lease: UUID, record: Path) ->
         pass
 
 
-def _hand_back_of_the_dead(client: SyncPrefectClient, record: Path) -> None:
-    """A lease whose holder on this host is gone, by pid *and* start time, goes back at once."""
-    try:
-        held = json.loads(record.read_text())
-        lease, pid, since = UUID(held["lease"]), int(held["pid"]), held["start_time"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return
-    if held.get("boot_id") == lifeline.boot_id() and lifeline.start_time(pid) == since:
-        return
-    record.unlink(missing_ok=True)
-    with contextlib.suppress(httpx.HTTPError):  # it has run out already
-        client.release_concurrency_slots_with_lease(lease)
+def _hand_back_of_the_dead(client: SyncPrefectClient, records: Path) -> None:
+    """Leases whose holders on this host are gone, by pid *and* start time, go back at once."""
+    for record in records.glob("*.json"):
+        try:
+            held = json.loads(record.read_text())
+            lease, pid, since = UUID(held["lease"]), int(held["pid"]), held["start_time"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # being written, or being removed
+            continue
+        if held.get("boot_id") == lifeline.boot_id() and lifeline.start_time(pid) == since:
+            continue
+        record.unlink(missing_ok=True)
+        with contextlib.suppress(httpx.HTTPError):  # it has run out already
+            client.release_concurrency_slots_with_lease(lease)
