@@ -60,12 +60,14 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Attributes:
-    replayed: acceptance length with every choice as trained.
-    served: what the server measured.
-    suspects: the likeliest first.
-    alike: choices that do not differ.
-    cause: the likely one's name; None when no choice explains the gap.
+    """What was found.
+
+    Attributes:
+        replayed: acceptance length with every choice as trained.
+        served: what the server measured.
+        suspects: the likeliest first.
+        alike: choices that do not differ.
+        cause: the likely one's name; None when no choice explains a gap. Without one, what differs.
     """
 
     replayed: float
@@ -76,14 +78,14 @@ class Diagnosis:
 
     def in_words(self) -> str:
         """One sentence."""
-        gap = f"served {self.served:.3f}, replayed {self.replayed:.3f}"
+        gap = f"served {self.served:.3f}, replayed as trained {self.replayed:.3f}"
         if self.cause is None:
             differs = "".join(f"; {s.name} differs, but does not cost so much" for s in self.suspects)
             return f"{gap}: no cause found{differs}; the same in training and serving: {', '.join(self.alike)}"
         first = self.suspects[0]
         effect = "" if first.alone is None else f"; a replay with this alone changed gives {first.alone:.3f}"
         others = "".join(f"; {s.name} differs too ({s.served}, not {s.trained})" for s in self.suspects[1:])
-        return f"{gap}: likely the {first.name}: served as {first.served}, trained as {first.trained}{effect}{others}"
+        return f"{gap}: likely the {first.name}, served as {first.served}, trained as {first.trained}{effect}{others}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -165,6 +167,11 @@ def replayed(
     return figures.replayed_acceptance_length[steps - 1]
 
 
+def differing(served: Choices, trained: Choices) -> list[str]:
+    """Names of the choices that serving does not share with training."""
+    return [name for name, _, words in _choices(served) if words(served) != words(trained)]
+
+
 def diagnose(
     served: Choices, trained: Choices, weights: dict[str, Tensor], target: TargetWeights, rows: Rows, steps: int,
     measured: float, bound: float,
@@ -199,7 +206,7 @@ def diagnose(
         return base - suspect.alone <= bound / 2, abs(suspect.alone - measured)
 
     suspects.sort(key=rank)
-    cause = suspects[0].name if suspects and not rank(suspects[0])[0] else None
+    cause = suspects[0].name if suspects and (base - measured <= bound or not rank(suspects[0])[0]) else None
     return Diagnosis(round(base, 4), round(measured, 4), suspects, alike, cause)
 
 

@@ -19,6 +19,7 @@ from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 
+from drafter.diagnosis import DTYPE
 from hidden_states.errors import DatasetError, Refusal
 from tasks.comparison import Side
 from tasks.evaluation import compare
@@ -238,6 +239,8 @@ def reasons_against(job: Job) -> list[str]:
             f"it serves worse than it was predicted to (replayed {prediction['replayed']:.3f}, served "
             f"{prediction['served']:.3f}): {found}"
         )
+    elif spoiled := [name for name in prediction.get("differs", []) if name != DTYPE]:
+        reasons.append(f"it is served otherwise than it was trained: {', '.join(spoiled)}")
     missing = [key for key in ("manifest_digest", "fingerprint", "dataset_uri") if not figures.get(key)]
     if missing:
         reasons.append(f"its lineage lacks {', '.join(missing)}")

@@ -15,7 +15,7 @@ import torch
 from prefect.logging import get_run_logger
 from torch import Tensor
 
-from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, read_weights, replayed
+from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, differing, read_weights, replayed
 from drafter.model import TargetWeights
 from hidden_states.dataset import Dataset
 from hidden_states.errors import Refusal
@@ -64,12 +64,13 @@ def compare_prediction(job: Job, folder: Path) -> None:
     log.info("%s prompts whose replies are in the dataset: replayed %.3f, served %.3f; gap %+.3f, %s allowed",
              found["prompts"], found["replayed"], found["served"], found["gap"], found["bound"])  # fmt: skip
     if found.get("diagnosis"):
-        log.warning("prediction and serving differ: %s", found["diagnosis"]["in_words"])
+        log.warning("serving is not as training was: %s", found["diagnosis"]["in_words"])
 
 
 def prediction(job: Job, folder: Path) -> dict[str, Any]:
-    """`simulated`, `replayed`, `served`, `gap`, `bound`, `prompts`; with a gap beyond the bound also `diagnosis`,
-    `cause` and `stale_dataset` (what of the target is no longer as it was captured). `why_not` in place of figures."""
+    """`simulated`, `replayed`, `served`, `gap`, `bound`, `prompts`, `differs` (choices that serving does not share with
+    training); with a gap beyond the bound, or where something differs, also `diagnosis`, `cause` and `stale_dataset`
+    (what of the target is no longer as it was captured). `why_not` in place of figures."""
     recipe, dataset = job.recipe, need(job.dataset, "dataset")
     bound, steps = recipe.evaluate.max_prediction_gap, recipe.evaluate.num_steps
     simulated = job.figures.get("predicted_acceptance_length")
@@ -102,9 +103,10 @@ def prediction(job: Job, folder: Path) -> dict[str, Any]:
     gap = predicted - measured
     found: dict[str, Any] = {
         "simulated": simulated, "replayed": round(predicted, 4), "served": round(measured, 4), "gap": round(gap, 4),
-        "bound": bound, "prompts": len(rows), "diagnosis": None, "cause": None, "stale_dataset": [],
+        "bound": bound, "prompts": len(rows), "differs": differing(served, trained),
+        "diagnosis": None, "cause": None, "stale_dataset": [],
     }  # fmt: skip
-    if abs(gap) > bound:
+    if abs(gap) > bound or found["differs"]:
         result: Diagnosis = diagnose(served, trained, weights, borrowed, rows_of, steps, measured, bound)
         stale = changed_since_capture(dataset, Path(target))
         cause = result.cause or (stale[0].partition(":")[0] if stale else None)

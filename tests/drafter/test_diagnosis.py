@@ -155,6 +155,13 @@ def test_a_difference_that_costs_nothing_is_said_but_not_accused(
 
 
 @pytest.mark.slow
+def test_a_difference_is_named_even_when_it_costs_too_little_to_be_seen(made: Made, tmp_path: Path) -> None:
+    found = made.ask(spoiled(made, tmp_path / "spoiled", wrong_scaling))
+    assert abs(found.replayed - found.served) < BOUND
+    assert found.cause == "rope" and "the rope, served as" in found.in_words()
+
+
+@pytest.mark.slow
 def test_of_two_differences_the_one_that_explains_the_gap_is_named_first(made: Made, tmp_path: Path) -> None:
     def both(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         shuffled_map(config, weights)

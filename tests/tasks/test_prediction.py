@@ -20,7 +20,16 @@ from tasks.prediction import prediction
 from tasks.prompt_sets import HELD_OUT
 from tests.drafter.conftest import one_thread
 from tests.drafter.test_acceptance import BLOCKS, PROMPT, STEPS
-from tests.drafter.test_diagnosis import Made, Spoil, made, shuffled_map, spoiled, wrong_layers, wrong_theta
+from tests.drafter.test_diagnosis import (
+    Made,
+    Spoil,
+    made,
+    shuffled_map,
+    spoiled,
+    wrong_layers,
+    wrong_scaling,
+    wrong_theta,
+)
 
 FIXTURES = (made, one_thread)
 
@@ -97,6 +106,14 @@ def test_a_spoiled_drafter_is_not_promoted_and_the_reason_names_the_cause(
     served.job.figures["prediction"] = found
     (reason,) = reasons_against(served.job)
     assert "serves worse than it was predicted to" in reason and reason.endswith(cause)
+
+
+def test_a_spoiled_drafter_that_serves_nearly_as_well_is_not_promoted_either(made: Made, tmp_path: Path) -> None:
+    served = Served(made, spoiled(made, tmp_path / "spoiled", wrong_scaling))
+    found = prediction(served.job, served.folder)
+    assert found["gap"] <= found["bound"] and found["differs"] == ["rope"] and found["cause"] == "rope"
+    served.job.figures["prediction"] = found
+    assert reasons_against(served.job) == ["it is served otherwise than it was trained: rope"]
 
 
 def test_the_layer_ids_are_named_also_where_the_target_is_too_large_for_a_forward_pass(
