@@ -15,6 +15,7 @@ from infra.services import MLFLOW, LocalStack
 from tasks.abandoned import PROCESS, end_abandoned, this_process
 from tasks.job import Job, need
 from tasks.ledger import Ledger, plan_identity
+from tasks.page import shown
 from tasks.planning import make_plan
 from tasks.stage import short_name
 from tasks.step import step
@@ -79,10 +80,11 @@ def open_run(job: Job) -> Tracker:
 def _point_at(tracker: Tracker, name: str) -> None:
     """Prefect's link to the run in MLflow; where no server shows MLflow's pages, the words to find it."""
     if tracker.url:
-        create_link_artifact(tracker.url, link_text=f"MLflow: {name}", key=LINK, description="The run in MLflow")
+        url, text = tracker.url, f"MLflow: {name}"
+        shown(lambda: create_link_artifact(url, link_text=text, key=LINK, description="The run in MLflow"))
     else:
         where = f"Run `{tracker.run_id}` ({name}) in `{tracker.client.tracking_uri}`; `eyas up` shows its page."
-        create_markdown_artifact(where, key=LINK, description="The run in MLflow")
+        shown(lambda: create_markdown_artifact(where, key=LINK, description="The run in MLflow"))
 
 
 def tracking_uri(state: Path) -> str:

@@ -96,9 +96,10 @@ class Tracker:
         self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     def describe(self, markdown: str) -> None:
-        """Add to the description on the run's page."""
-        before = self.client.get_run(self.run_id).data.tags.get(NOTE)
-        self.tags({NOTE: f"{before}\n\n{markdown}" if before else markdown})
+        """Add to the description on the run's page; what stands there already is not said twice."""
+        before = self.client.get_run(self.run_id).data.tags.get(NOTE, "")
+        if markdown not in before:
+            self.tags({NOTE: f"{before}\n\n{markdown}" if before else markdown})
 
     def text(self, text: str, name: str) -> None:
         """Keep a small text as an artifact."""

@@ -11,12 +11,13 @@ from tasks import plots
 from tasks.comparison import Side, compare_sides
 from tasks.comparison_page import comparison_page, figures
 from tasks.job import Job, need
+from tasks.page import shown
 from tasks.step import step
 
 ARTIFACT = "comparison"
 
 
-@step("report verdict")
+@step("report verdict", retries=2)
 def report_verdict(job: Job) -> None:
     """Put the plots, the page and the decision into MLflow, and the table into Prefect."""
     tracker, found = need(job.tracker, "MLflow run"), job.figures
@@ -31,7 +32,8 @@ def report_verdict(job: Job) -> None:
             tracker.text(comparison_page(answer), "comparison.html")
             tracker.text(json.dumps(answer, indent=1), "comparison.json")
             table = markdown(answer)
-            create_markdown_artifact(f"{words[0]}\n\n{table}", key=ARTIFACT, description="Against the champion")
+            said = f"{words[0]}\n\n{table}"
+            shown(lambda: create_markdown_artifact(said, key=ARTIFACT, description="Against the champion"))
             words += [table, "Plots and details: artifact `comparison.html`."]
         for plot, svg in drawn.items():
             tracker.text(plots.standalone(svg), f"plots/{plot}.svg")
