@@ -95,3 +95,16 @@ def test_the_deployments_for_work_pools_are_those_that_eyas_serves() -> None:
         offered[name] = getattr(import_module(module), name)
         assert all(schedule["active"] is False for schedule in entry.get("schedules", []))
     assert offered.keys() == FLOWS.keys()
+
+
+def test_what_the_code_reads_beside_itself_is_installed_with_it() -> None:
+    import tomllib
+
+    data = tomllib.loads((INFRA.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for room in ("flows", "tasks", "hidden_states", "drafter", "infra"):
+        folder = INFRA.parent / room
+        kept = {path for pattern in data.get(room, []) for path in folder.glob(pattern)}
+        others = {path for path in folder.rglob("*") if path.suffix in (".jinja", ".html", ".sql")}
+        if room == "infra":
+            others |= {folder / "automations.yaml", *folder.glob("recipes/*.yaml")}
+        assert others <= kept, others - kept
