@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 from rich.box import SIMPLE
 from rich.console import Console
@@ -53,12 +52,8 @@ def _side(name: str, folder: Path, client: MlflowClient) -> Side:
         return Side.of(Evaluation.read(Path(name), name), Path(name), client)
     model, version = _version(name, client)
     folder.mkdir()
-    found = Champions(client, model).download(version, folder)
-    evaluated = found
-    if again := client.get_model_version(model, version).tags.get("evaluation.source"):  # it was measured again
-        uri = client.tracking_uri
-        evaluated = Path(download_artifacts(artifact_uri=again, dst_path=str(folder), tracking_uri=uri)).parent
-    return Side.of(Evaluation.read(evaluated, f"{model}/{version}"), found, client)
+    found = Champions(client, model).download(version, folder)  # with its newest evaluation
+    return Side.of(Evaluation.read(found, f"{model}/{version}"), found, client)
 
 
 def _version(name: str, client: MlflowClient) -> tuple[str, str]:

@@ -230,7 +230,7 @@ class Evaluate(Section):
         None, description="less than this fails the run"
     )
     max_prediction_gap: Annotated[float, Field(gt=0)] = Field(
-        0.1,
+        0.05,
         description="a gap between served and replayed acceptance beyond this is looked into: which choice of training "
         "does serving not share?",
     )
