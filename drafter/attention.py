@@ -167,11 +167,12 @@ class _TTTAttention(torch.autograd.Function):
             else:
                 weights = _hide_future(_product(flat, k.mT, room), places, block, kv_heads)
                 weights.sub_(tops[:, begin:end].reshape(parts, -1, 1)).exp2_()
-            grad_values[::step, first_key:last_key].baddbmm_(weights.mT, grad_flat)
+            # A batched product and a sum: `baddbmm_` into a slice makes its products one after the other.
+            grad_values[::step, first_key:last_key] += weights.mT @ grad_flat
             grad_scores = _product(grad_flat, v.mT, grad_room[: len(room)])
             grad_scores.sub_(along[:, begin:end].reshape(parts, -1, 1)).mul_(weights)
             grad_q[:, begin:end] = (grad_scores @ k).view(kv_heads, end - begin, groups, size)
-            grad_keys[::step, first_key:last_key].baddbmm_(grad_scores.mT, flat)
+            grad_keys[::step, first_key:last_key] += grad_scores.mT @ flat
         grad_later: list[Tensor | None] = []
         if own_k is not None:
             weights = (q @ own_k.mT).sub_(tops).exp2_()  # GRQj
