@@ -24,7 +24,6 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.machine import matrix_rate, peak_rss_mb, reset_peak_rss
+from drafter.batch import Row
 from drafter.config import DrafterConfig
 from drafter.loss import LossConfig
 from drafter.memory import freed_memory_kept
@@ -40,19 +40,6 @@ from drafter.objective import Teacher, Work, batch_loss, plan_work, work_for
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 576, 1536, 9, 3, 64
 TARGET_VOCAB, DRAFT_VOCAB = 49152, 8192
-
-
-@dataclass
-class Row:
-    """A packed row, as `drafter.model.Batch`."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    aux: Tensor
-    final: Tensor
-    doc_ids: Tensor
-    positions: Tensor
-    sample_ids: list[str]
 
 
 def packed(ids: Tensor, mask: Tensor, aux: Tensor, final: Tensor) -> Row:

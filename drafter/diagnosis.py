@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafter.batch import Batch
 from drafter.config import DrafterConfig, read_target_config
 from drafter.layer_ids import blocks_sglang_captures
 from drafter.loss import LossConfig
-from drafter.model import Batch, Eagle3Drafter, TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.naming import to_sglang_name
 from drafter.objective import Teacher
 from drafter.published import published_config

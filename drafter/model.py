@@ -8,7 +8,6 @@ hidden size, A captured blocks, K steps, D draft vocabulary, V target vocabulary
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafter.attention import Context, ttt_attention
+from drafter.batch import Batch
 from drafter.config import DrafterConfig
 from drafter.flex import flex_ttt_attention
 from drafter.fused import RMSNorm, SharedRows, SharedWeight, rms_norm, swiglu, take_rows
@@ -23,38 +23,6 @@ from drafter.heads import GroupedAttention, LatentAttention
 from drafter.rope import RopeTable
 from drafter.slots import SlotPlan, seen_token
 from hidden_states.errors import TrainingError
-
-
-class Batch(Protocol):
-    """One packed row of documents, unshifted, as `hidden_states.stream` yields it."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """[N]."""
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """[N], 1 = token to learn."""
-
-    @property
-    def aux(self) -> Tensor:
-        """[N, A, H], ascending blocks."""
-
-    @property
-    def final(self) -> Tensor:
-        """[N, H], after the target's final norm."""
-
-    @property
-    def doc_ids(self) -> Tensor:
-        """[N], documents contiguous."""
-
-    @property
-    def positions(self) -> Tensor:
-        """[N], within the document."""
-
-    @property
-    def sample_ids(self) -> list[str]:
-        """of the documents, in order."""
 
 
 @dataclass(frozen=True)

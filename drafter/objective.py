@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance import Tally, tally_batch
+from drafter.batch import Batch
 from drafter.loss import LossConfig, TeacherLogits, head_loss
-from drafter.model import Batch, Eagle3Drafter, TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.slots import SlotPlan, counted_slots, plan_slots, seen_token
 from hidden_states.top_k import TopLogits
 

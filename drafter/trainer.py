@@ -19,11 +19,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from drafter.acceptance import Figures, Tally
+from drafter.batch import Batch
 from drafter.checkpoint import Checkpoint, CheckpointFolder
 from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
 from drafter.memory import freed_memory_kept
-from drafter.model import Batch, Eagle3Drafter, TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, placed, plan_work
 from drafter.ranks import Ranks, whole, whole_weights
 from hidden_states.errors import TrainingError

@@ -6,15 +6,14 @@ another way than training did, and `drafter.diagnosis` names the choice.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from prefect.logging import get_run_logger
-from torch import Tensor
 
+from drafter.batch import Row
 from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, differing, read_weights, replayed
 from drafter.model import TargetWeights
 from hidden_states.dataset import Dataset
@@ -22,7 +21,6 @@ from hidden_states.errors import Refusal
 from hidden_states.final_norm import FinalNorm
 from hidden_states.fingerprint import Fingerprint, target_fields
 from hidden_states.gate import Reference, block_in_words
-from hidden_states.top_k import TopLogits
 from infra.client import acceptance_length
 from infra.recipe import Recipe
 from tasks.evaluation import Evaluation
@@ -31,20 +29,6 @@ from tasks.prompt_sets import HELD_OUT
 from tasks.step import step
 
 REFERENCE_SHARE = 0.5  # of the free memory a forward pass of the target may take
-
-
-@dataclass
-class Row:
-    """One sample as a packed row, for the replay; `drafter.model.Batch`."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    aux: Tensor
-    final: Tensor
-    doc_ids: Tensor
-    positions: Tensor
-    sample_ids: list[str]
-    top: TopLogits | None = None
 
 
 @step("compare prediction")

@@ -1,23 +1,10 @@
 """Packed rows for the drafter's tests: the same fields as `hidden_states.stream.PackedBatch`, random documents."""
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
+from drafter.batch import Row
 from drafter.config import DrafterConfig
 from drafter.model import Eagle3Drafter, TargetWeights
-
-
-@dataclass
-class Packed:
-    input_ids: Tensor
-    loss_mask: Tensor
-    aux: Tensor
-    final: Tensor
-    doc_ids: Tensor
-    positions: Tensor
-    sample_ids: list[str]
 
 
 def document(generator: torch.Generator, length: int, config: DrafterConfig, share: float = 0.6) -> dict:
@@ -36,10 +23,10 @@ def document(generator: torch.Generator, length: int, config: DrafterConfig, sha
     }
 
 
-def pack(documents: list[dict], dtype: torch.dtype = torch.float64, names: list[str] | None = None) -> Packed:
+def pack(documents: list[dict], dtype: torch.dtype = torch.float64, names: list[str] | None = None) -> Row:
     """Documents one after the other in one row."""
     lengths = [len(d["ids"]) for d in documents]
-    return Packed(
+    return Row(
         torch.cat([d["ids"] for d in documents]),
         torch.cat([d["learn"] for d in documents]),
         torch.cat([d["aux"] for d in documents]).to(dtype),

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from drafter.batch import Row
 from drafter.config import DrafterConfig, read_target_config
 from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, read_weights, replayed
 from drafter.export import export_drafter
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.schedule import Schedule
 from drafter.trainer import TrainConfig, Trainer
-from tests.drafter.packing import Packed, pack
+from tests.drafter.packing import pack
 from tests.drafter.test_acceptance import BLOCKS, PROMPT, STEPS, written_by
 from tests.tiny_models import VOCAB, make_tiny
 
@@ -33,7 +34,7 @@ class Made:
     target: Path
     documents: list[dict[str, Any]]
 
-    def rows(self, blocks: tuple[int, ...]) -> list[Packed] | None:
+    def rows(self, blocks: tuple[int, ...]) -> list[Row] | None:
         """The documents with the outputs of these blocks; None where the target has no such block."""
         if max(blocks) >= read_target_config(self.target)["num_hidden_layers"]:
             return None

@@ -8,18 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drafter.acceptance import Tally
+from drafter.batch import Row
 from drafter.config import LatentSizes
 from drafter.loss import LossConfig
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.objective import Teacher, batch_loss, plan_work
-from tests.drafter.packing import Packed, document, pack, random_drafter, small_config
+from tests.drafter.packing import document, pack, random_drafter, small_config
 from tests.drafter.reference import reference_loss
 
 
 def ours(
     drafter: Eagle3Drafter,
     target: TargetWeights,
-    rows: list[Packed],
+    rows: list[Row],
     steps: int,
     loss: LossConfig,
     recompute: bool = False,

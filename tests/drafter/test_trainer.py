@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from drafter.acceptance import Figures
+from drafter.batch import Row
 from drafter.checkpoint import Checkpoint, CheckpointFolder
 from drafter.config import DrafterConfig
 from drafter.loss import LossConfig
@@ -18,7 +19,7 @@ from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.schedule import Schedule
 from drafter.trainer import StepMetrics, TrainConfig, Trainer, stop_on_sigterm
 from hidden_states.errors import TrainingError
-from tests.drafter.packing import Packed, document, pack, random_drafter, small_config
+from tests.drafter.packing import document, pack, random_drafter, small_config
 
 COURSE = TrainConfig(
     ttt_steps=3, schedule=Schedule(lr=3e-3, kind="linear", warmup_steps=3), max_steps=12,
@@ -34,7 +35,7 @@ def world(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Draf
     return drafter, target, [document(generator, n, config) for n in (9, 12, 7, 15, 4, 10, 8, 11, 13)]
 
 
-def rows_of(documents: list[dict], each: int = 2) -> list[Packed]:
+def rows_of(documents: list[dict], each: int = 2) -> list[Row]:
     groups = [documents[i : i + each] for i in range(0, len(documents), each)]
     return [
         pack(g, torch.float32, [f"doc-{n * each + i}" for i in range(len(g))]) for n, g in enumerate(groups)
@@ -70,10 +71,10 @@ def saved_at(folder: Path) -> tuple[Eagle3Drafter, torch.optim.Optimizer]:
 class Positioned:
     """A stream that remembers where it is and shares its rows among ranks, as `hidden_states.stream` does."""
 
-    def __init__(self, rows: list[Packed], rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, rows: list[Row], rank: int = 0, ranks: int = 1) -> None:
         self.rows, self.at, self.rank, self.ranks = rows, 0, rank, ranks
 
-    def __iter__(self) -> Iterable[Packed]:
+    def __iter__(self) -> Iterable[Row]:
         mine = self.rows[self.at + self.rank :: self.ranks]
         for row in mine:
             self.at = min(self.at + self.ranks, len(self.rows))
