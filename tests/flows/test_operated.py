@@ -136,7 +136,7 @@ def test_a_training_ends_with_its_worker_goes_on_when_retried_and_does_not_mind_
     """`eyas serve` is killed while a training runs; retried under another one it goes on from its checkpoint, and on
     while Prefect's server is killed and started again."""
     have_dataset(place)
-    run = place.begin("train", ["train.steps=100000", "train.max_seconds=20", "train.checkpoint_every=2"])
+    run = place.begin("train", ["train.steps=100000", "train.max_seconds=15", "train.checkpoint_every=2"])
     checkpoints = place.folder / ".eyas" / "checkpoints"
 
     def steps() -> set[str]:
