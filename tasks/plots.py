@@ -115,7 +115,9 @@ def throughput(figures: Sequence[Mapping[str, Mapping[str, Any]]], keys: Sequenc
 
 
 def standalone(svg: str) -> str:
-    """The same as a file of its own, with the colours that a page would bring."""
+    """The same as a file of its own, with the size and the colours that a page would bring."""
+    width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
+    svg = svg.replace("<svg ", f'<svg width="{width}pt" height="{height}pt" ', 1)  # viewers show a size of 0 else
     light = "color:#1d2433;background:#fff;--one:#1b66c9;--other:#c25b00;--grid:#d9dde5"
     return svg.replace(">", f"><style>svg{{{light}}}</style>", 1)
 

@@ -59,7 +59,7 @@ def register_drafter(job: Job) -> None:
     _, version = register_version(tracker, name, model, tags, in_words(job))
     figures |= {"model_name": name, "model_version": version}
     tracker.tags({"drafter.version": f"{name}/{version}", "sglang.version": figures["sglang_version"]})
-    tracker.rename(f"{short_name(job)}, version {version}")
+    tracker.rename(f"version {version}, {short_name(job)}")
     tracker.text((folder / "README.md").read_text(encoding="utf-8"), "model-card.md")
     get_run_logger().info("registered %s version %s", name, version)
 

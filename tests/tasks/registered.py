@@ -69,7 +69,7 @@ def registered(uri: str, folder: Path, luck: float, samples: int, steps: int = 6
     known = {"manifest.sha256": f"{samples:064x}", "fingerprint": "f" * 64, **set_tags(job)}
     model = log_model(job, drafter, known)
     _, version = register_version(job.tracker, MODEL, model, known, in_words(job))
-    job.tracker.rename(f"{short_name(job)}, version {version}")
+    job.tracker.rename(f"version {version}, {short_name(job)}")
     job.tracker.tags({"decision": f"version {version} is made up"})
     job.tracker.metrics({key: value for key, value in job.figures.items() if isinstance(value, int | float)})
     job.tracker.close()

@@ -51,7 +51,7 @@ def test_versions_have_their_tags_their_run_and_their_model(uri: str, versions: 
     }
     assert "on 400 samples" in version.description
     run = client.get_run(version.run_id)
-    assert run.info.run_name.endswith(f"version {versions[1]}") and run.info.status == "FINISHED"
+    assert run.info.run_name.startswith(f"version {versions[1]}, ") and run.info.status == "FINISHED"
     (model,) = [m.model_id for m in run.outputs.model_outputs]
     found = client.get_logged_model(model)
     on = {(metric.dataset_name, metric.key) for metric in found.metrics}

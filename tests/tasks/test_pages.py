@@ -72,7 +72,7 @@ def test_mlflows_run_list_shows_the_verdicts_columns_and_figures(
     dom = seen(f"{url}/#/experiments/1/runs?{MODELS}&viewStateShareKey={VIEW}", tmp_path)
     for name in METRICS[:3]:
         assert name in dom
-    assert all(f"demo-smollm2 {samples:04x}, version {n}" in dom for n, samples in ((1, 100), (2, 400)))
+    assert all(f"version {n}, demo-smollm2 {samples:04x}" in dom for n, samples in ((1, 100), (2, 400)))
     assert all(f"{length:.3f}"[:4] in dom for length in lengths)
     assert "The columns that matter" in dom
 
