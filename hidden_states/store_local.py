@@ -66,18 +66,19 @@ class LocalStore(Store):
         with self._explained(key):
             return self._path(key).read_bytes()
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        with self._explained(key), open(self._path(key), "rb") as file:
+    def read_into(self, key: str, start: int, room: memoryview) -> None:
+        done = 0
+        with self._explained(key), open(self._path(key), "rb", buffering=0) as file:
             file.seek(start)
-            data = file.read(length)
-        if len(data) != length:
+            while done < len(room) and (more := file.readinto(room[done:])):
+                done += more
+        if done < len(room):
             raise StoreError(
                 self.object_uri(key),
-                f"ends after byte {start + len(data)}",
-                f"{start + length} bytes",
+                f"ends after byte {start + done}",
+                f"{start + len(room)} bytes",
                 "The object is truncated: verify the dataset and capture the batch again.",
             )
-        return data
 
     def head(self, key: str) -> ObjectInfo | None:
         with self._explained(key):

@@ -218,10 +218,14 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
+    def read_into(self, key: str, start: int, room: memoryview) -> None:
+        self.bytes += len(room)
+        self.store.read_into(key, start, room)
+        if self.flip and self.flip in key:
+            room[-1] ^= 1
+
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        self.bytes += length
-        data = self.store.get_range(key, start, length)
-        return data[:-1] + bytes([data[-1] ^ 1]) if self.flip and self.flip in key else data
+        return Store.get_range(self, key, start, length)  # type: ignore[arg-type]
 
     def download(self, key: str, size: int, path: Path) -> Any:
         return Store.download(self, key, size, path)  # type: ignore[arg-type]
@@ -229,7 +233,7 @@ class Counting:
     def fetch(self, key: str, size: int, path: Path) -> Any:
         return Store.fetch(self, key, size, path)  # type: ignore[arg-type]
 
-    def blocks(self, key: str, size: int, descriptor: int | None = None) -> Iterator[bytes]:
+    def blocks(self, key: str, size: int, descriptor: int | None = None) -> Iterator[memoryview]:
         return Store.blocks(self, key, size, descriptor)  # type: ignore[arg-type]
 
 
