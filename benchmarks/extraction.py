@@ -14,6 +14,7 @@ object: `tokens_per_s`, `transformers_tokens_per_s`, `ratio`, and `seconds_by_ph
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flows.environment import settle, state_dir
@@ -134,19 +134,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="measured; one more warms up")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    settle()
     torch.set_num_threads(2)
     samples = 40 * (options.batches + 1)
     overrides = [
         f"data.max_conversations={samples}", "dataset.name=benchmark-extraction", "dataset.on_complete=new",
         "store.uri=s3://eyas/benchmarks",
     ]  # fmt: skip
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        embedded_prefect(state_dir()) as url,
-        temporary_settings({PREFECT_API_URL: url}),
-    ):
-        answer = compare(options.recipe, [*overrides, *options.overrides], options.batches, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EYAS_HOME"] = str(Path(folder) / "state")  # a store without an earlier run's batches
+        settle()
+        with embedded_prefect(state_dir()) as url:
+            os.environ["PREFECT_API_URL"] = url  # not as a setting: the threads of a run would not know it
+            answer = compare(options.recipe, [*overrides, *options.overrides], options.batches, folder)
     print(json.dumps(answer))
 
 
