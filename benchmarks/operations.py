@@ -11,7 +11,7 @@ moments and retried by Prefect's API, as its page does, until they end by themse
 Up to three disturbances hit the extraction of one dataset. Prints one JSON object:
 
     cancels, kills, worker_kills    that hit
-    orphans              processes of a run that were still there 45 s after its end
+    orphans              processes of a run that were still there a minute after its end
     slowest_end_s        longest time from a disturbance until nothing of the run was left
     retries              by API, disturbed again or not
     retries_completed    those of runs that ended Completed
@@ -232,7 +232,7 @@ def main() -> None:
         home.mkdir()
         with operated(home, campaign_recipe(home)) as place:
             answer = run_campaign(place, counts, options.retries, options.steps.split(","), until)
-    print(json.dumps(answer))
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def test_a_training_ends_with_its_worker_goes_on_when_retried_and_does_not_mind_
     assert place.server is not None
     place.server.kill()
     place.server.wait()
-    assert not place.wait_empty(45)
+    assert not place.wait_empty(60)
     assert place.state(run) == "CRASHED"
     before = steps()
     assert before
