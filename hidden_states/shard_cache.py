@@ -60,6 +60,7 @@ class ShardCache:
         self._sizes: dict[int, int] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._memory: list[bytearray] = []  # of the thread's fetches
         self._error: BaseException | None = None
         if self._folder is not None:
             with self._explained():
@@ -149,7 +150,7 @@ class ShardCache:
         self._make_room()
         part = self._folder / f".part-{uuid.uuid4().hex}"
         try:
-            sha256 = self._dataset.store.fetch(key, record.size, part)
+            sha256 = self._dataset.store.fetch(key, record.size, part, self._memory)
             if sha256 != record.sha256:
                 raise damaged(self._dataset.store.object_uri(key), f"sha256 {sha256[:16]}")
             os.replace(part, path)

@@ -230,11 +230,11 @@ class Counting:
     def download(self, key: str, size: int, path: Path) -> Any:
         return Store.download(self, key, size, path)  # type: ignore[arg-type]
 
-    def fetch(self, key: str, size: int, path: Path) -> Any:
-        return Store.fetch(self, key, size, path)  # type: ignore[arg-type]
+    def fetch(self, *given: Any) -> Any:
+        return Store.fetch(self, *given)  # type: ignore[arg-type]
 
-    def blocks(self, key: str, size: int, descriptor: int | None = None) -> Iterator[memoryview]:
-        return Store.blocks(self, key, size, descriptor)  # type: ignore[arg-type]
+    def blocks(self, *given: Any) -> Iterator[memoryview]:
+        return Store.blocks(self, *given)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
