@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from prefect import flow
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flows.environment import settle, state_dir
@@ -143,8 +144,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EYAS_HOME"] = str(Path(folder) / "state")  # a store without an earlier run's batches
         settle()
-        with embedded_prefect(state_dir()) as url:
-            os.environ["PREFECT_API_URL"] = url  # not as a setting: the threads of a run would not know it
+        with embedded_prefect(state_dir()) as url, temporary_settings({PREFECT_API_URL: url}):
+            os.environ["PREFECT_API_URL"] = url  # the threads of a run do not know the setting
             answer = compare(options.recipe, [*overrides, *options.overrides], options.batches, folder)
     print(json.dumps(answer))
 
