@@ -157,7 +157,7 @@ class Operated(Place):
 
 def end_with_parent() -> None:
     """A test that is killed leaves no `eyas serve` behind. (Not the lifeline: it would end the runs along with it.)"""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @contextlib.contextmanager
