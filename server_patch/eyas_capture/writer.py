@@ -182,10 +182,10 @@ class Writer:
                 os.mkdir(partial)
             # Nothing is synced: a dump is read within minutes, by a reader that checks its sums. A commit of the disk's
             # journal per dump would cost more than all the rest, and be felt by everybody who uses that disk.
-            with _new_file(f"{partial}/{contract.STATES_FILE}") as states:
+            with _NewFile(f"{partial}/{contract.STATES_FILE}") as states:
                 checksums, nbytes = write_states(states, assembly)
             record = _record(assembly, self.identity.writer_id, checksums, reason)
-            with _new_file(f"{partial}/{contract.RECORD_FILE}") as file:
+            with _NewFile(f"{partial}/{contract.RECORD_FILE}") as file:
                 write_all(file, memoryview((json.dumps(record) + "\n").encode()))
             os.rename(partial, f"{folder}/{contract.dump_name(assembly.counter)}")
         except BaseException:
@@ -203,8 +203,9 @@ class Writer:
             self.totals.lost[why] += 1
 
 
-class _new_file:  # noqa: N801 (used like the function `open`, which takes three times as long)
-    """A new file's descriptor, closed on leaving; some file systems say only then that the disk is full."""
+class _NewFile:
+    """A new file's descriptor, closed on leaving: some file systems say only then that the disk is full. (`open` takes
+    three times as long.)"""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
