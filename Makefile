@@ -5,7 +5,7 @@ SGLANG := .venv-sglang
 PIP_FLAGS := --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test stack-test check format leaks audit clean
+.PHONY: setup demo test test-long stack-test check format leaks audit clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -32,7 +32,12 @@ demo: setup
 
 test: setup check
 	@$(VENV)/bin/python -m infra.demo
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+
+# What a run under a real Prefect server goes through: schedules, kills, retries; a capture server that dies (6 minutes).
+test-long: setup
+	@$(VENV)/bin/python -m infra.demo
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long
 
 check: setup
 	@$(VENV)/bin/ruff format --check --quiet . || { echo "formatting differs; run: make format"; exit 1; }

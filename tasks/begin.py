@@ -10,6 +10,7 @@ from typing import Any
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from infra.services import MLFLOW, LocalStack
 from tasks.abandoned import PROCESS, end_abandoned, this_process
@@ -56,7 +57,7 @@ def open_run(job: Job) -> Tracker:
         PROCESS: this_process(),
         "recipe.sha256": recipe.digest,
         "prefect.flow_run_id": str(flow_run.get_id()),
-        "prefect.url": str(flow_run.get_flow_run_ui_url()),
+        "prefect.url": str(url_for("flow-run", obj_id=flow_run.get_id())),
         "git.sha": git_commit(),
         # what fills MLflow's own columns
         "mlflow.source.type": "JOB",

@@ -47,7 +47,7 @@ def have_dataset(place: Operated) -> None:
         assert place.ends(place.begin("extract")) == "COMPLETED", place.log()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_two_schedules_that_fire_while_a_run_holds_the_gpus_one_waits_and_one_is_skipped(place: Operated) -> None:
     """And a cancelled run gives the GPUs back, with nothing of it left behind."""
     place.stop_serving()
@@ -98,7 +98,7 @@ def pause(place: Operated, deployment: str) -> None:
     place.http.patch(f"/deployments/{found['id']}", json={"paused": True}).raise_for_status()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_when_it_is_retried_unless_its_recipe_was_edited(place: Operated) -> None:
     """The retry of an edited one is refused and names what changed; nothing that is stored is made again."""
     place.orders.write_text("kill stop server")
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_when_it_is_retried_unless_its_recipe_was_edited(pl
     assert place.run_of(run)["name"] == "tiny-deepseek-v3 tiny-v1"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_ends_with_its_worker_goes_on_when_retried_and_does_not_mind_a_restart_of_prefect(
     place: Operated,
 ) -> None:

@@ -133,7 +133,7 @@ def theirs(tmp_path: Path) -> Iterator[tuple[Place, SGLangServer]]:
         yield place, server
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dump_folder_that_is_not_the_servers_is_refused_and_a_server_that_dies_costs_its_batch(
     theirs: tuple[Place, SGLangServer],
 ) -> None:
