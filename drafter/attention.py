@@ -82,12 +82,14 @@ def _hide_future(scores: Tensor, places_R: Tensor, block: Block, kv_heads: int) 
     return scores
 
 
-def _room(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Memory for the scores of each block: its own where all are few enough to be kept, else the same for all, which
-    then stays in the cache."""
+def _rooms(q_GRQD: Tensor, blocks: Sequence[Block]) -> tuple[list[Tensor], bool]:
+    """Memory for the scores of each block, of all heads, and whether they are kept: few enough, each in its own place;
+    else all in the same, which then stays in the cache."""
+    heads = q_GRQD.shape[0] * q_GRQD.shape[2]
+    sizes = [heads * (end - begin) * (last - first) for begin, end, first, last in blocks]
     kept = sum(sizes) <= _KEPT_SCORES
-    memory = like.new_empty(sum(sizes) if kept else max(sizes))
-    return list(memory.split(list(sizes))) if kept else [memory[:n] for n in sizes]
+    memory = q_GRQD.new_empty(sum(sizes) if kept else max(sizes))
+    return (list(memory.split(sizes)) if kept else [memory[:n] for n in sizes]), kept
 
 
 def _product(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class _TTTAttention(torch.autograd.Function):
         q = (q_RHD * (scale * _LOG2_E)).view(rows, kv_heads, groups, size).transpose(0, 1).contiguous()  # GRQD
         out = q.new_empty(kv_heads, rows, groups, v_size)
         tops, totals = q.new_empty(kv_heads, rows, groups, 1), q.new_empty(kv_heads, rows, groups, 1)
-        rooms = _room(q, [heads * (end - begin) * (last - first) for begin, end, first, last in blocks])
+        rooms, keep = _rooms(q, blocks)
         half = len(later) // 2
         own_k = own_v = own = None
         if half:
@@ -133,8 +135,7 @@ class _TTTAttention(torch.autograd.Function):
                 mixed += mine.view(kv_heads, end - begin, groups, half) @ own_v[:, begin:end]
             tops[:, begin:end], totals[:, begin:end] = (x.view(kv_heads, -1, groups, 1) for x in (top, total))
             torch.div(mixed, totals[:, begin:end], out=out[:, begin:end])
-        kept = rooms if sum(map(len, rooms)) <= _KEPT_SCORES else []
-        ctx.save_for_backward(q, places, out, tops, totals, own_k, own_v, *kept)
+        ctx.save_for_backward(q, places, out, tops, totals, own_k, own_v, *(rooms if keep else ()))
         ctx.context, ctx.blocks, ctx.scale, ctx.use = context, blocks, scale, use
         context.pending.add(use)
         return out.transpose(0, 1).reshape(rows, heads * v_size)
@@ -149,9 +150,8 @@ class _TTTAttention(torch.autograd.Function):
         # The weights are 2^(score - top) / total; the division is made here, on [R, H, V], once for all uses.
         grad = grad.view(rows, kv_heads, groups, v_size).transpose(0, 1) / totals
         along = torch.linalg.vecdot(grad, out).unsqueeze(-1)  # what the softmax takes off every score's gradient
-        sizes = [kv_heads * groups * (end - begin) * (last - first) for begin, end, first, last in ctx.blocks]
-        rooms = kept or _room(q, sizes)
-        grad_room = q.new_empty(max(sizes))
+        rooms = kept or _rooms(q, ctx.blocks)[0]
+        grad_room = q.new_empty(max(map(len, rooms)))
         grad_q = torch.empty_like(q)
         if context.totals is None:
             context.totals = torch.zeros_like(context.all_keys), torch.zeros_like(context.all_values)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -342,14 +343,13 @@ class Recipe(Section):
 
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value, the form of overrides and of MLflow parameters."""
-        flat: dict[str, Any] = {}
+        return flat(self.as_dict())
 
-        def walk(prefix: str, value: Any) -> None:
-            if isinstance(value, dict) and value:
-                for key, inner in value.items():
-                    walk(f"{prefix}.{key}" if prefix else key, inner)
-            else:
-                flat[prefix] = value
 
-        walk("", self.as_dict())
-        return flat
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else key
+        found |= flat(value, name) if isinstance(value, Mapping) and value else {name: value}
+    return found

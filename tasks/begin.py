@@ -51,6 +51,7 @@ def open_run(job: Job) -> Tracker:
     recipe = job.recipe
     uri = tracking_uri(job.state)
     own_artifacts = job.state / "mlflow" / "artifacts" if uri.startswith("sqlite:") else None
+    commit = git_commit()
     tags: dict[str, Any] = {
         "eyas.run": job.run_id,
         "eyas.recipe": recipe.name,
@@ -58,11 +59,11 @@ def open_run(job: Job) -> Tracker:
         "recipe.sha256": recipe.digest,
         "prefect.flow_run_id": str(flow_run.get_id()),
         "prefect.url": str(url_for("flow-run", obj_id=flow_run.get_id())),
-        "git.sha": git_commit(),
+        "git.sha": commit,
         # what fills MLflow's own columns
         "mlflow.source.type": "JOB",
         "mlflow.source.name": f"eyas {recipe.name}",
-        "mlflow.source.git.commit": git_commit().removesuffix("+changes"),
+        "mlflow.source.git.commit": commit.removesuffix("+changes"),
         "mlflow.user": getpass.getuser(),
     }
     tracker = Tracker.open(

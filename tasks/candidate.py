@@ -1,6 +1,5 @@
 """The drafter that `eyas evaluate` measures: a folder, a registered version, or the champion; and what comes of it."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from hidden_states.errors import DatasetError
 from tasks.begin import tracking_uri
 from tasks.champion import Champions, model_name
 from tasks.job import Job, need
+from tasks.lineage import read_lineage
 from tasks.registry import clean_up, summarise
 from tasks.stale import keep_measurement, staleness
 from tasks.step import step
@@ -57,7 +57,7 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
     place = job.folder / NAME
     if name is not None and Path(name).is_dir():
         place.symlink_to(Path(name).resolve(), target_is_directory=True)
-        return Candidate(name, None, None, _lineage(place), False)
+        return Candidate(name, None, None, read_lineage(place), False)
     model, at, version = (name or "").rpartition("@" if "@" in (name or "") else "/")
     known = Champions(MlflowClient(tracking_uri=tracking_uri(job.state)), model or model_name(job))
     champion = known.version
@@ -78,12 +78,7 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
     version = known.named(version) if at == "@" else version or str(champion)
     found = known.download(version, job.folder / DOWNLOAD)
     place.symlink_to(found, target_is_directory=True)
-    return Candidate(f"{known.model}/{version}", known, version, _lineage(place), version == champion)
-
-
-def _lineage(folder: Path) -> dict[str, Any]:
-    path = folder / "lineage.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return Candidate(f"{known.model}/{version}", known, version, read_lineage(place), version == champion)
 
 
 @step("open its dataset", retries=2)

@@ -1,6 +1,5 @@
 """A dataset that is committed already: what a training alone begins with. Its conversations need not be at hand."""
 
-import re
 from pathlib import Path
 
 from prefect.logging import get_run_logger
@@ -11,7 +10,7 @@ from hidden_states.plan import bytes_per_token
 from infra.recipe import Recipe
 from tasks.begin import open_run
 from tasks.job import Job
-from tasks.ledger import Ledger
+from tasks.ledger import Ledger, versions_with
 from tasks.planning import Plan, TargetShape
 from tasks.step import step
 
@@ -45,8 +44,7 @@ def newest(job: Job) -> str:
         DatasetError: none is committed.
     """
     base = job.recipe.dataset.name or job.recipe.name
-    pattern = re.compile(re.escape(base) + r"-v(\d+)/" + re.escape(MANIFEST))
-    versions = [int(m[1]) for info in job.store.list(f"{base}-v") if (m := pattern.fullmatch(info.key))]
+    versions = versions_with(MANIFEST, job.store, base)
     if not versions:
         raise DatasetError(
             job.store.object_uri(base), "no committed version of this dataset", "one that `eyas extract` has made",

@@ -1,6 +1,5 @@
 """Two drafters side by side: where one is better, by how much, how sure that is, and what differs in their making."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,9 +9,11 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from infra.client import acceptance_length
 from tasks.differences import differences
-from tasks.evaluation import Answer, Evaluation, SetRecord, compare
+from tasks.evaluation import Answer, Evaluation, answered_by_both, compare
 from tasks.intervals import FEWEST, Paired, paired
+from tasks.lineage import read_lineage
 
 CURVES = ("train/loss", "held_out/loss")
 POINTS = 400  # of a curve; more cannot be seen
@@ -37,8 +38,7 @@ class Side:
     @classmethod
     def of(cls, evaluation: Evaluation, folder: Path, client: MlflowClient) -> "Side":
         """An evaluation, with what the drafter's folder and MLflow say of its making."""
-        path = folder / "lineage.json"
-        lineage = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        lineage = read_lineage(folder)
         return cls(evaluation.name, evaluation, lineage, training_curves(client, lineage.get("mlflow_run_id")))
 
 
@@ -84,7 +84,7 @@ def compare_sides(one: Side, other: Side, only: Sequence[str] | None = None) -> 
     domains: dict[str, list[tuple[Answer, Answer]]] = {}
     for key, found in result.sets.items():
         ours, theirs = one.evaluation.sets[key], other.evaluation.sets[key]
-        pairs = common(ours, theirs)
+        pairs = answered_by_both(ours, theirs)
         sets[key] = _row(found, pairs) | {
             "domain": ours.domain, "version": ours.version, "greedy": ours.greedy,
             "speed_up": [round(ours.speed_up, 3), round(theirs.speed_up, 3)],
@@ -106,19 +106,12 @@ def compare_sides(one: Side, other: Side, only: Sequence[str] | None = None) -> 
     }
 
 
-def common(ours: SetRecord, theirs: SetRecord) -> list[tuple[Answer, Answer]]:
-    """What both answered, prompt by prompt."""
-    other = {answer.prompt: answer for answer in theirs.answers}
-    return [(answer, other[answer.prompt]) for answer in ours.answers if answer.prompt in other]
-
-
 def _row(found: Paired, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
     """A set's figures: `Paired`, its verdict, `positions` with intervals, and every prompt."""
     return _in_figures(found) | {
         "positions": _positions(pairs),
         "each": [
-            {"prompt": a.prompt[:16], "source": a.source, "one": round(_length(a), 4), "other": round(_length(b), 4)}
-            for a, b in pairs
+            {"prompt": a.prompt[:16], "source": a.source, "one": _length(a), "other": _length(b)} for a, b in pairs
         ],
     }
 
@@ -157,10 +150,10 @@ def _split(histogram: list[int], position: int) -> list[int]:
     return [sum(histogram[:position]), sum(histogram[position:])]
 
 
-def _length(answer: Answer) -> float:
-    return 1 + sum(n * times for n, times in enumerate(answer.histogram)) / max(1, sum(answer.histogram))
-
-
 def _paired(pairs: list[tuple[Answer, Answer]]) -> Paired:
     assert len(pairs) >= FEWEST  # every set in it is
     return paired([a.histogram for a, _ in pairs], [b.histogram for _, b in pairs])
+
+
+def _length(answer: Answer) -> float:
+    return round(acceptance_length(answer.histogram), 4)

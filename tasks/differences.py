@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from infra.recipe import flat
+
 DATA = ("dataset_uri", "manifest_digest", "fingerprint", "samples", "held_out_samples", "tokens")
 CODE = ("git_commit", "sglang_version")
 # Where things lie and what they are called: another place for the same thing is no difference of the drafters.
@@ -17,7 +19,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
     if not one or not other:
         unknown = ["not known: no lineage.json in the folder of " + ("either" if one == other else "one of them")]
         return {"data": unknown, "recipe": unknown, "code": unknown}
-    ours, theirs = (_flat(lineage.get("recipe", {})) for lineage in (one, other))
+    ours, theirs = (flat(lineage.get("recipe", {})) for lineage in (one, other))
     chosen = sorted(key for key in ours.keys() | theirs.keys() if not key.startswith(PLACES))
     return {
         "data": _differing(one, other, DATA),
@@ -36,11 +38,3 @@ def _said(source: Mapping[str, Any], name: str) -> str:
         return "-"
     text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return text[:16] + "…" if name in ("manifest_digest", "fingerprint") else text
-
-
-def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in recipe.items():
-        name = f"{prefix}.{key}" if prefix else key
-        flat |= _flat(value, name) if isinstance(value, Mapping) and value else {name: value}
-    return flat

@@ -21,6 +21,11 @@ FILE, FORMAT = "evaluation.json", "eyas-evaluation/2"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
+def set_key(name: str, sampling: dict[str, Any]) -> str:
+    """What a set served at one sampling is called: its name, with `/production` where it is not greedy."""
+    return name if sampling == GREEDY else f"{name}/production"
+
+
 @dataclass(frozen=True)
 class Answer:
     """One prompt, served with the drafter and without.
@@ -62,8 +67,8 @@ class SetRecord:
 
     @property
     def key(self) -> str:
-        """The set's name; with `/production` where it was sampled."""
-        return self.name if self.greedy else f"{self.name}/production"
+        """See `set_key`."""
+        return set_key(self.name, self.sampling)
 
     @property
     def greedy(self) -> bool:
@@ -254,7 +259,7 @@ def compare(one: Evaluation, other: Evaluation, only: Sequence[str] | None = Non
             continue
         if ours.digest != theirs.digest:
             notes.append(f"set {key} has another content (version {ours.version} / {theirs.version})")
-        pairs = _pairs(ours, theirs)
+        pairs = {a.prompt: (a.histogram, b.histogram) for a, b in answered_by_both(ours, theirs)}
         if ours.greedy:
             everything |= pairs
         if len(pairs) < FEWEST:
@@ -269,10 +274,10 @@ def compare(one: Evaluation, other: Evaluation, only: Sequence[str] | None = Non
     return Comparison(_paired(everything) if len(everything) >= FEWEST else None, sets, too_few, notes)
 
 
-def _pairs(ours: SetRecord, theirs: SetRecord) -> dict[str, tuple[list[int], list[int]]]:
-    """Prompt digest -> both histograms, of the common prompts."""
-    other = {answer.prompt: answer.histogram for answer in theirs.answers}
-    return {a.prompt: (a.histogram, other[a.prompt]) for a in ours.answers if a.prompt in other}
+def answered_by_both(ours: SetRecord, theirs: SetRecord) -> list[tuple[Answer, Answer]]:
+    """What both answered, prompt by prompt."""
+    other = {answer.prompt: answer for answer in theirs.answers}
+    return [(answer, other[answer.prompt]) for answer in ours.answers if answer.prompt in other]
 
 
 def _paired(pairs: dict[str, tuple[list[int], list[int]]]) -> Paired:

@@ -98,6 +98,11 @@ class Job:
         return {**parts, "total": round(time.monotonic() - self.started, 1)}
 
     @property
+    def short_id(self) -> str:
+        """The end of the run's id, which tells runs apart where the whole would be cut off."""
+        return self.run_id.rpartition("-")[2]
+
+    @property
     def target_name(self) -> str:
         """Last part of the target's path: what people call the model."""
         return Path(self.recipe.target.model_path).name

@@ -71,7 +71,7 @@ class Ledger:
         cls, store: Store, base: str, identity: dict[str, Any], on_complete: Literal["reuse", "new"]
     ) -> "Ledger":
         """Find the version to go on with, or begin a new one."""
-        versions = _versions(store, base)
+        versions = versions_with(PLAN, store, base)
         differs: tuple[str, ...] = ()
         if versions:
             newest = f"{base}-v{max(versions)}"
@@ -158,8 +158,9 @@ def chunks(items: list[Prompt], in_flight: int) -> list[list[Prompt]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _versions(store: Store, base: str) -> list[int]:
-    pattern = re.compile(re.escape(base) + r"-v(\d+)/" + re.escape(PLAN))
+def versions_with(file: str, store: Store, base: str) -> list[int]:
+    """Numbers of the versions of a dataset in which there is this file."""
+    pattern = re.compile(re.escape(base) + r"-v(\d+)/" + re.escape(file))
     return [int(m[1]) for info in store.list(f"{base}-v") if (m := pattern.fullmatch(info.key))]
 
 

@@ -1,9 +1,21 @@
-"""Which registered drafters were trained on a dataset: asked before anything of it is removed."""
+"""Where a drafter comes from: the record in its folder, and which registered ones were trained on a dataset."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from hidden_states.errors import DatasetError
+
+FILE = "lineage.json"
+
+
+def read_lineage(folder: Path) -> dict[str, Any]:
+    """Of a drafter's folder; empty for a drafter from elsewhere."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def drafters_of(manifest_digest: str, tracking_uri: str) -> list[str]:

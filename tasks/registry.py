@@ -12,8 +12,10 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from tasks.begin import count_uploads, git_commit
+from tasks.champion import model_name
 from tasks.evaluation import keep_evaluation
 from tasks.job import Job, need
+from tasks.lineage import FILE as LINEAGE
 from tasks.model_card import model_card
 from tasks.stage import numbers, short_name, wall_seconds
 from tasks.step import step
@@ -43,10 +45,10 @@ def register_drafter(job: Job) -> None:
         "served_acceptance_length": figures.get("served_acceptance_length"),
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    (folder / "lineage.json").write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
+    (folder / LINEAGE).write_text(json.dumps(lineage, indent=1, sort_keys=True) + "\n")
     (folder / "README.md").write_text(model_card(job, lineage))
     keep_evaluation(job)
-    name = recipe.register_.model_name or f"eagle3-{job.target_name}"
+    name = model_name(job)
     tags = {
         "fingerprint": figures["fingerprint"],
         "manifest.sha256": figures["manifest_digest"],
@@ -68,7 +70,7 @@ def log_model(job: Job, folder: Path, tags: Mapping[str, str]) -> LoggedModel:
     """The drafter among MLflow's models, with what it was trained by and how it served each set."""
     tracker = need(job.tracker, "MLflow run")
     params = {k: v for k, v in job.recipe.flat().items() if k.startswith(("train.", "capture."))}
-    model = tracker.model(f"drafter {job.run_id.rpartition('-')[2]}", folder, params, tags)
+    model = tracker.model(f"drafter {job.short_id}", folder, params, tags)
     for key, record in job.evaluation.sets.items() if job.evaluation else ():
         figures = {f"served/{key}/{name}": value for name, value in numbers(record.figures()).items()}
         tracker.model_metrics(model, figures, f"prompts {key}", record.digest)

@@ -11,7 +11,7 @@ from infra.client import Generation, SGLangClient, acceptance_length
 from infra.server import SGLangServer, attach
 from tasks.capture_session import server_spec
 from tasks.engine import engine_settings, refuse_other_server
-from tasks.evaluation import GREEDY, Answer, Evaluation, SetRecord
+from tasks.evaluation import GREEDY, Answer, Evaluation, SetRecord, set_key
 from tasks.job import Job, need
 from tasks.prompt_sets import HELD_OUT, PromptSet, describe, prompt_sets
 from tasks.stage import current
@@ -29,7 +29,8 @@ class Pass:
 
     @property
     def key(self) -> str:
-        return f"{self.prompts.name}{'' if self.sampling == GREEDY else '/production'}"
+        """See `set_key`."""
+        return set_key(self.prompts.name, self.sampling)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def stage(job: Job, name: Stage) -> Iterator[Tracker]:
     Figures that the block's steps find are its metrics, their wall seconds too.
     """
     tracker = need(job.tracker, "MLflow run").child(
-        f"{name} {job.run_id.rpartition('-')[2]}",
+        f"{name} {job.short_id}",
         {"eyas.stage": name, "eyas.run": job.run_id, "eyas.recipe": job.recipe.name},
     )
     found, seconds = dict(job.figures), dict(job.seconds)
@@ -45,7 +45,7 @@ def stage(job: Job, name: Stage) -> Iterator[Tracker]:
 
 def short_name(job: Job) -> str:
     """Of a run in MLflow's lists and legends, where the whole id would be cut off: `demo-smollm2 3f9a`."""
-    return f"{job.recipe.name} {job.run_id.rpartition('-')[2]}"
+    return f"{job.recipe.name} {job.short_id}"
 
 
 def current(job: Job) -> Tracker:
