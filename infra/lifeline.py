@@ -8,11 +8,15 @@ means that the flow is gone, however it went. On end-of-file, SIGTERM or SIGINT,
 TERMs the command, waits up to `grace` seconds, and KILLs all descendants. As child subreaper it also gets those that
 were re-parented or left the session; SGLang's schedulers do both.
 
+Should the lifeline itself be killed (`pkill -9 -f eyas` gets both), the kernel ends the command and nobody ends what
+that had started: SGLang's workers watch their parent only once they have finished importing. So everything started here
+carries a mark in its environment; the next start with the same pid file ends whatever still has it.
+
 Standard library only, and runs by its path from any folder: it must not depend on what it guards. Linux only.
 
-The pid file is JSON: `lifeline`, `command` and `owner` as {"pid", "start_time"}, the machine's `boot_id`, and `argv`. A
-pid alone is no identity, for numbers come back; the start time (clock ticks since boot) with it is one. The file goes
-away with the lifeline.
+The pid file is JSON: `lifeline`, `command` and `owner` as {"pid", "start_time"}, the machine's `boot_id`, the `mark`,
+and `argv`. A pid alone is no identity, for numbers come back; the start time (clock ticks since boot) with it is one.
+The file goes away with the lifeline.
 """
 
 import argparse
@@ -31,6 +35,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 EXIT_CANNOT_START = 127
+MARK = "EYAS_LIFELINE"  # environment variable: which lifeline a process belongs to
 KILL_DEADLINE_S = 10.0  # a killed process that is still there after this sits in the kernel; waiting longer is no use
 
 
@@ -54,8 +59,8 @@ def identity(pid: int) -> dict[str, int | None]:
     return {"pid": pid, "start_time": start_time(pid)}
 
 
-def _living() -> Iterator[tuple[int, int, int]]:
-    """(pid, parent, session) of every process, zombies left out."""
+def _living() -> Iterator[tuple[int, int]]:
+    """(pid, parent) of every process, zombies left out."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -64,13 +69,13 @@ def _living() -> Iterator[tuple[int, int, int]]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended while we looked
         if fields[0] not in "ZX":
-            yield int(entry), int(fields[1]), int(fields[3])
+            yield int(entry), int(fields[1])
 
 
 def descendants(root: int) -> list[int]:
     """All living descendants of a process."""
     children: dict[int, list[int]] = {}
-    for pid, parent, _ in _living():
+    for pid, parent in _living():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
     queue = [root]
@@ -81,14 +86,18 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def orphans_of(session: int) -> list[int]:
-    """Members of a session whose leader is gone.
+def marked(mark: str) -> list[int]:
+    """Living processes that were started, at any remove, by the lifeline of this mark and by none below it.
 
-    Linux gives a number that is still the name of a session to no new process, so with no such process the members can
-    only be what that leader left behind.
+    A process that cleared its environment is not found; neither is one of another user, unless we are root.
     """
-    members = [pid for pid, _, of in _living() if of == session]
-    return members if start_time(session) is None else []
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for pid, _ in _living():
+        with contextlib.suppress(OSError):  # ended while we looked, or somebody else's
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
@@ -123,12 +132,14 @@ class Lifeline:
     def __init__(self, command: list[str], log: Path, pid_file: Path, grace_s: float) -> None:
         self.command, self.pid_file, self.grace_s = command, pid_file, grace_s
         self.owner = identity(os.getppid())
+        self.mark = f"{boot_id()}:{os.getpid()}:{start_time(os.getpid())}"
         self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.child: subprocess.Popen[bytes] | None = None
 
     def say(self, message: str) -> None:
-        """A line of our own in the command's log."""
-        os.write(self.log, f"lifeline: {message}\n".encode())
+        """A line of our own in the command's log; a full disk must not keep us from ending the command."""
+        with contextlib.suppress(OSError):
+            os.write(self.log, f"lifeline: {message}\n".encode())
 
     def run(self) -> int:
         """Start the command, wait for an end of any kind, clean up.
@@ -150,15 +161,18 @@ class Lifeline:
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
+                env=os.environ | {MARK: self.mark},
                 # Should the lifeline itself be killed, the kernel ends the command.
                 preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
             )
         except OSError as error:
             self.say(f"cannot start {self.command[0]}: {error.strerror}")
             return EXIT_CANNOT_START
-        self._write_pid_file()
         try:
+            self._write_pid_file()
             self._watch(wake_read)
+        except OSError as error:  # no room for the pid file, or its folder is gone
+            self.say(f"{error.filename}: {error.strerror}: ending the command")
         finally:
             self._end_all()
             self.pid_file.unlink(missing_ok=True)
@@ -172,6 +186,7 @@ class Lifeline:
             "command": identity(self.child.pid),
             "owner": self.owner,
             "boot_id": boot_id(),
+            "mark": self.mark,
             "argv": self.command,
         }
         temporary = self.pid_file.with_name(f"{self.pid_file.name}.{os.getpid()}")
@@ -190,48 +205,55 @@ class Lifeline:
                 if told:
                     self.say(f"{signal.Signals(min(told)).name}: ending the command")
                     return
-                self._reap_strangers()
+                self._bury()
             if owner_pipe in ready and not os.read(owner_pipe, 512):
                 self.say("the owner let go: ending the command")
                 return
 
-    def _reap_strangers(self) -> None:
-        """Bury re-parented descendants that ended; the command itself is left to Popen."""
+    def _bury(self) -> bool:
+        """Reap what has ended, re-parented descendants too; whether nothing we started is left.
+
+        Asked of the kernel: a subreaper without children has no descendants either. A walk through /proc, in contrast,
+        misses what is forked during the walk by a process that then ends.
+        """
         assert self.child is not None
-        for pid in _zombie_children():
-            if pid != self.child.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return True
+            if ended is None:
+                return False
+            if ended.si_pid == self.child.pid and self.child.returncode is None:
+                self.child.poll()  # its status is Popen's to keep
+            else:
+                os.waitpid(ended.si_pid, os.WNOHANG)
 
     def _end_all(self) -> None:
+        """TERM, wait, KILL; returns when nothing is left, however long the kernel holds on to it."""
         assert self.child is not None
         mine = os.getpid()
-
-        def all_gone() -> bool:
-            assert self.child is not None
-            self.child.poll()
-            self._reap_strangers()
-            return not descendants(mine)
-
         # The command first and alone: it ends its own workers in good order. Left behind without it, all are told.
         send([self.child.pid] if self.child.poll() is None else descendants(mine), signal.SIGTERM)
-        _wait_until(all_gone, self.grace_s)
-        deadline = time.monotonic() + KILL_DEADLINE_S
-        while not all_gone() and time.monotonic() < deadline:  # again and again: a fork may slip between two looks
+        _wait_until(self._bury, self.grace_s)
+        pause = 0.0
+        while not self._bury():  # again and again, at first without a pause: forks slip between two looks
             left = descendants(mine)
-            self.say(f"killing {len(left)} process(es) that did not end within {self.grace_s:g} s: {left}")
+            if pause == 0.0:
+                self.say(f"killing {len(left)} process(es) that did not end within {self.grace_s:g} s: {left}")
             send(left, signal.SIGKILL)
-            time.sleep(0.1)
+            send(_children(), signal.SIGKILL)
+            time.sleep(pause)
+            pause = min(pause + 0.001, 1.0)
 
 
-def _zombie_children() -> list[int]:
-    found = []
-    tasks = Path("/proc/self/task")
-    for children in tasks.glob("*/children"):
-        for pid in children.read_text().split():
-            if start_time(int(pid)) is None:
-                found.append(int(pid))
-    return found
+def _children() -> list[int]:
+    """Our own children at this moment; none if this kernel does not list them. Ten times faster than `descendants`.
+
+    What was forked while we walked through /proc and lost its parent to our signals is among them.
+    """
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
 def main(argv: list[str]) -> int:

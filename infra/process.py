@@ -203,7 +203,7 @@ def read_record(pid_file: Path) -> dict[str, Any] | None:
     """The pid file's content; None if there is none or it is not one of ours."""
     try:
         record = json.loads(Path(pid_file).read_text())
-        return record if {"lifeline", "command", "owner", "boot_id"} <= record.keys() else None
+        return record if {"lifeline", "command", "owner", "boot_id", "mark"} <= record.keys() else None
     except (FileNotFoundError, ValueError, AttributeError):
         return None
 
@@ -211,14 +211,15 @@ def read_record(pid_file: Path) -> dict[str, Any] | None:
 def running(pid_file: Path) -> list[int]:
     """What still runs of a recorded start, the lifeline first: same pid, same start time, same boot.
 
-    If the lifeline was killed, what is left in its session counts as well. A number that meanwhile belongs to another
+    If the lifeline was killed, whatever it had started counts as well. A number that meanwhile belongs to another
     process never does.
     """
     record = read_record(pid_file)
     if record is None or record["boot_id"] != lifeline.boot_id():
         return []
     found = [entry["pid"] for entry in (record["lifeline"], record["command"]) if _is_same(entry)]
-    return list(dict.fromkeys(found + lifeline.orphans_of(record["lifeline"]["pid"])))
+    orphans = [] if _is_same(record["lifeline"]) else lifeline.marked(record["mark"])
+    return list(dict.fromkeys(found + orphans))
 
 
 def end_recorded(pid_file: Path, grace_s: float = 15.0) -> bool:

@@ -31,6 +31,21 @@ def stubborn_tree(pids: Path) -> None:
     time.sleep(600)
 
 
+def runners(pids: Path) -> None:
+    """Two chains of processes; each lives for 5 ms and leaves a child behind. They touch `pids` as they go."""
+    end = time.monotonic() + 15
+    for _ in range(2):
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while time.monotonic() < end:
+                time.sleep(0.005)
+                pids.touch()
+                if os.fork() != 0:
+                    os._exit(0)
+            os._exit(0)
+    time.sleep(600)
+
+
 def owner(folder: Path, fork_first: bool) -> None:
     """Own a stubborn tree until killed; with `fork_first` a forked child of the owner lives on."""
     with OwnedProcess(
@@ -49,5 +64,7 @@ if __name__ == "__main__":
     what, path = sys.argv[1], Path(sys.argv[2])
     if what == "tree":
         stubborn_tree(path)
+    elif what == "runners":
+        runners(path)
     else:
         owner(path, fork_first=what == "forking-owner")

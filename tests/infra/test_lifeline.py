@@ -92,8 +92,46 @@ def test_what_a_killed_lifeline_leaves_is_cleared_at_the_next_start(owner, tmp_p
 
     assert clear_stale(tmp_path / "pid", grace_s=0.5)
 
-    assert gone(pids[:3])  # the fourth left the session as well: only a living lifeline could have got it
-    os.kill(pids[3], signal.SIGKILL)
+    assert gone(pids), "also the one that left the session and the one that does not hear TERM"
+    assert not (tmp_path / "pid").exists()
+
+
+def by_hand(folder: Path, log: Path, pid_file: Path, what: str) -> subprocess.Popen[bytes]:
+    """A lifeline over one of the test programs, without `OwnedProcess`."""
+    program = [sys.executable, "-m", "tests.infra.process_tree", what, str(folder / "pids")]
+    options = ["--log", log, "--pid-file", pid_file, "--grace", "0.5"]
+    command = [sys.executable, "-I", lifeline.__file__, *options, "--", *program]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd=REPOSITORY)
+
+
+def test_a_full_disk_keeps_nothing_alive(tmp_path):
+    """The log takes not one line more, and there are processes to be killed, which is worth one."""
+    guard = by_hand(tmp_path, Path("/dev/full"), tmp_path / "pid", "tree")
+    eventually((tmp_path / "pids").exists, "the workers are there")
+    pids = tree_pids(tmp_path)
+    assert guard.stdin is not None
+    guard.stdin.close()
+    guard.wait(DEADLINE_S)
+    assert gone(pids)
+
+
+def test_a_pid_file_that_cannot_be_written_ends_the_command_and_all_it_has_started(tmp_path):
+    guard = by_hand(tmp_path, tmp_path / "log", tmp_path / "no" / "folder" / "pid", "tree")
+    guard.wait(DEADLINE_S)
+    assert not (tmp_path / "pids").exists() or gone(tree_pids(tmp_path))
+    assert "no/folder/pid" in (tmp_path / "log").read_text()
+
+
+def test_nothing_slips_away_by_forking_while_it_is_ended(tmp_path):
+    """Runners that fork, leave their child behind and end, without a pause: the worst of a server's start-up."""
+    guard = by_hand(tmp_path, tmp_path / "log", tmp_path / "pid", "runners")
+    eventually((tmp_path / "pids").exists, "they run")
+    assert guard.stdin is not None
+    guard.stdin.close()
+    guard.wait(DEADLINE_S)
+    last = (tmp_path / "pids").stat().st_mtime_ns
+    time.sleep(0.2)
+    assert (tmp_path / "pids").stat().st_mtime_ns == last, "one still runs"
 
 
 def test_stop_returns_when_nothing_is_left(tmp_path):
@@ -182,7 +220,14 @@ def stranger() -> Iterator[int]:
 @pytest.mark.parametrize("change", ["start_time", "boot_id"])
 def test_a_pid_that_now_belongs_to_another_process_is_not_touched(tmp_path, stranger, change):
     entry = lifeline.identity(stranger)
-    record = {"lifeline": entry, "command": entry, "owner": entry, "boot_id": lifeline.boot_id(), "argv": SLEEP}
+    record = {
+        "lifeline": entry,
+        "command": entry,
+        "owner": entry,
+        "boot_id": lifeline.boot_id(),
+        "mark": "-",
+        "argv": SLEEP,
+    }
     if change == "start_time":
         older = {**entry, "start_time": entry["start_time"] - 1}
         record |= {"lifeline": older, "command": older, "owner": older}
