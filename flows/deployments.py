@@ -5,16 +5,23 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+import httpx
 from prefect import Flow
 from prefect import serve as prefect_serve
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import PrefectException
 from prefect.flows import EntrypointType
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.runner import _scheduled_run_poller
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.utilities.services import critical_service_loop
 
 from flows.automations import declare
 from flows.environment import state_dir
@@ -32,6 +39,7 @@ FLOWS: Mapping[str, str] = MappingProxyType(
     }
 )
 SCHEDULED = "drafter_pipeline"
+WORKER_BACKOFF = 4
 WITHOUT_RECIPE = "any-recipe"
 
 
@@ -105,4 +113,28 @@ def serve_recipes(recipes: Sequence[str], notify: str | None) -> None:
     os.environ |= LocalStack(state_dir()).environment() | {"PREFECT_API_URL": url}
     with temporary_settings({PREFECT_API_URL: url}):
         declare(notify)
-        prefect_serve(*offered)
+        # Prefect's runner gives up, and ends its runs, after three failed polls: 30 s. This is what its worker does:
+        # four rounds with waits that double, so that a server may be away for seven minutes.
+        _scheduled_run_poller.critical_service_loop = partial(critical_service_loop, backoff=WORKER_BACKOFF)
+        try:
+            prefect_serve(*offered, pause_on_shutdown=False)
+        finally:
+            _pause(offered)
+
+
+def _pause(offered: Sequence[RunnerDeployment]) -> None:
+    """What comes due while nobody serves shall not pile up; the next `eyas serve` resumes the schedules.
+
+    Prefect's runner would do it, but without its server it would ask again for a minute for every deployment.
+    """
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+        try:
+            for made in offered:
+                if made.schedules:
+                    client.pause_deployment(client.read_deployment_by_name(made.full_name).id)
+        except (httpx.HTTPError, PrefectException) as error:
+            print(
+                f"eyas serve: Prefect did not answer ({type(error).__name__}), so the schedules are not paused: what "
+                "comes due until the next `eyas serve` waits for it, as Late.",
+                file=sys.stderr,
+            )

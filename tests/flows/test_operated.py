@@ -1,5 +1,7 @@
 """Runs as people operate them: from schedules, from Prefect's pages, with somebody pulling the plug."""
 
+import os
+import signal
 import stat
 from collections.abc import Iterator
 from datetime import datetime
@@ -16,6 +18,7 @@ from tests.flows.operated import Operated, manifest_digest, operated
 from tests.flows.runs import tiny_recipe, wait_for
 
 EVERY_MINUTE = {"cron": "* * * * *", "timezone": "UTC"}
+HARDLY_EVER = {"cron": "0 0 29 2 *", "timezone": "UTC"}
 HELD_S = 120
 
 
@@ -35,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     folder = tmp_path_factory.mktemp("operated").resolve()
     recipe = tiny_recipe(
         folder, store={"uri": f"file://{folder}/store"}, evaluate={"enabled": False},
-        server={"max_in_flight_requests": 1, "env": {"OMP_NUM_THREADS": "1"}},
+        server={"max_in_flight_requests": 1, "env": {"OMP_NUM_THREADS": "1"}}, schedule=HARDLY_EVER,
     )  # fmt: skip
     with operated(folder, recipe) as served:
         yield served
@@ -224,3 +227,29 @@ def test_a_person_starts_a_run_with_an_override_in_the_browser_and_sees_how_far_
         page.wait("document.body?.innerText.includes('trained')")  # it began with `training begins`
         page.open(f"{pages}/runs/flow-run/{run['id']}")
         page.wait("document.body?.innerText.includes('tiny-deepseek-v3 tiny-v1')")
+
+
+@pytest.mark.slow
+def test_eyas_serve_outlives_an_absence_of_its_server_and_ends_without_it(place: Operated) -> None:
+    """Away for as long as ten failed polls take: Prefect's own runner would give up after three."""
+
+    def ended() -> bool:
+        return place.server is None or place.server.poll() is not None
+
+    def go_away() -> None:
+        for pid in place.prefect.pids():
+            os.kill(pid, signal.SIGKILL)
+        place.prefect.stop()
+
+    go_away()
+    assert not wait_for(ended, 20), place.log()
+    place.prefect = place.start_prefect()
+    run = place.begin("train", ["train.steps=2"])
+    assert wait_for(lambda: place.state(run) not in ("SCHEDULED", "PENDING"), 60), place.log()
+    place.cancel(run)
+    assert place.ends(run) == "CANCELLED"
+
+    go_away()
+    place.stop_serving(30)
+    assert ended() and "the schedules are not paused" in place.log()
+    place.prefect = place.start_prefect()
