@@ -34,7 +34,7 @@ test: setup check
 	@$(VENV)/bin/python -m infra.demo
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-# What a run under a real Prefect server goes through: schedules, kills, retries; a capture server that dies (6 minutes).
+# What a run under a real Prefect server goes through: schedules, kills, retries; two hosts; a server that dies (8 minutes).
 test-long: setup
 	@$(VENV)/bin/python -m infra.demo
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long
@@ -52,10 +52,10 @@ stack-test: setup
 leaks: setup
 	@$(VENV)/bin/detect-secrets-hook --baseline .secrets.baseline $$(git ls-files) && echo "no key or password in the files"
 
-# Needs the network: asks the advisory database about every pinned package.
+# Needs the network: asks PyPI's advisories about every pinned package. Strict: a package it cannot ask about is a failure.
 audit: leaks
 	@$(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install $(PIP_FLAGS) pip-audit==2.10.1
-	@.venv-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --progress-spinner off
+	@.venv-audit/bin/pip-audit --strict --requirement requirements.lock --no-deps --disable-pip --progress-spinner off
 
 format: setup
 	@$(VENV)/bin/ruff format .

@@ -83,6 +83,17 @@ class DatasetWriter:
             if sidecar is not None and sizes.get(self.shard_key(batch)) == sidecar.info.bytes
         }
 
+    def committed(self, batch_id: str) -> Sidecar | None:
+        """The sidecar of a batch that is committed by now, by whomever. One whose shard is gone is removed."""
+        found = self._sidecar(batch_id)
+        if found is None:
+            return None
+        there = self.store.head(self.shard_key(batch_id))
+        if there is not None and there.bytes == found.info.bytes:
+            return found
+        self.store.delete(self.shard_key(batch_id, "json"))
+        return None
+
     def commit_batch(self, info: ShardInfo) -> Sidecar:
         """Uploads a packed shard (`info.path`), proves it, and writes the sidecar last.
 
@@ -94,13 +105,9 @@ class DatasetWriter:
         self._check_info(info)
         if not self._checked:
             self._look_for_foreign()
-        committed = self._sidecar(info.batch_id)
+        if committed := self.committed(info.batch_id):
+            return committed
         key = self.shard_key(info.batch_id)
-        if committed is not None:
-            there = self.store.head(key)
-            if there is not None and there.bytes == committed.info.bytes:
-                return committed
-            self.store.delete(self.shard_key(info.batch_id, "json"))
         try:
             self.store.put_file(key, info.path, info.digest, if_none_match=True)
         except ObjectExists:

@@ -1,10 +1,12 @@
 """Batches through the whole road: send, await, match, check, prove, pack, upload, verify, delete local files.
 
+Several runs on hosts of their own may share a dataset: each leaves out what the others have done when it gets there.
+
 While a batch is proved, packed and uploaded, its server captures the next one. Never more than `extract.in_flight`
 batches a server are in work, so a slow bucket slows the servers down instead of filling the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prefect.futures import PrefectFuture, as_completed
@@ -30,7 +32,7 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
     sessions = need(job.capture, "capture servers").sessions
     most = len(sessions) * job.recipe.extract.in_flight
     progress = ExtractionProgress(need(job.batches, "batches"), missing, current(job))
-    waiting = iter(missing)
+    waiting = _still_missing(job, missing, progress)
     in_work: set[PrefectFuture[Any]] = set()
     failed: list[Exception] = []
     with job.clock("extract batches"):
@@ -49,6 +51,26 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
                 failed.append(error)
     if failed:
         raise failed[0]
+
+
+def _still_missing(job: Job, missing: Sequence[str], progress: ExtractionProgress) -> Iterator[str]:
+    """The batches that nobody has done by the time we get to them: another run may be at work on the same dataset."""
+    for batch_id in job.own_order(missing):
+        if theirs := _done_by_another(job, need(job.batches, "batches")[batch_id]):
+            job.quarantined += theirs.quarantined
+            progress.add(theirs, ours=False)
+        else:
+            yield batch_id
+
+
+def _done_by_another(job: Job, batch: Batch) -> BatchDone | None:
+    if committed := need(job.writer, "dataset writer").committed(batch.id):
+        left_out = len(committed.info.left_out)
+    elif need(job.ledger, "ledger").is_quarantined(batch.id):
+        left_out = len(batch.samples)
+    else:
+        return None
+    return BatchDone(len(batch.samples) - left_out, left_out, batch.tokens, 0)
 
 
 @step("extract batch", retries=2, run_name="extract batch {batch_id}", clocked=False)

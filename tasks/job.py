@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 EVENTS = "events.jsonl"
+T = TypeVar("T")
 
 
 def new_run_id(recipe: Recipe) -> str:
@@ -85,6 +87,18 @@ class Job:
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - start
 
+    def own_order(self, items: Sequence[T]) -> list[T]:
+        """The order in which this run does what is missing of a dataset.
+
+        Another run may be at work on the same version, on a host of its own: each leaves out what it finds done when it
+        gets there. In one order two of them would meet and then do everything twice, side by side; so only the run that
+        began the version keeps the order, every other one has its own.
+        """
+        order = list(items)
+        if self.ledger is not None and self.ledger.state != "new":
+            random.Random(self.run_id).shuffle(order)
+        return order
+
     def note(self, event: str, **facts: Any) -> None:
         """Append a line to the run's `events.jsonl`: what was in work when a run died, and what was done again."""
         line = json.dumps({"at": round(time.time(), 3), "event": event, **facts})
@@ -130,9 +144,6 @@ class Stopwatch:
         now = time.monotonic()
         self.laps[name] = round(now - self._last, 4)
         self._last = now
-
-
-T = TypeVar("T")
 
 
 def need(value: T | None, what: str) -> T:

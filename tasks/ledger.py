@@ -8,23 +8,22 @@ nothing.
     <name>-v<k>/shards, manifest    see hidden_states.dataset_writer
     <name>-v<k>/runs/<run>.json     the summary of each pipeline run that went to its end: the version is closed
 
-A run goes on with the newest open version of the same plan. A closed one is used again, or followed by a new version,
-as the recipe says.
+A run goes on with the newest open version of the same plan; where another one is at work on it, they share the work. A
+closed one is used again, or followed by a new version, as the recipe says.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import MANIFEST
-from hidden_states.errors import DatasetError
 from hidden_states.prompts import Prompt
 from hidden_states.samples import Sample
-from hidden_states.store import ObjectExists, Store
+from hidden_states.store import ObjectExists, ObjectMissing, Store
 from infra.recipe import Recipe
 
 PLAN, RUNS, REPLIES, REPORTS, QUARANTINED = "plan.json", "runs", "replies", "reports", "quarantined"
@@ -86,11 +85,8 @@ class Ledger:
         name = f"{base}-v{max(versions, default=0) + 1}"
         try:
             store.put_bytes(f"{name}/{PLAN}", _json(identity), if_none_match=True)
-        except ObjectExists:
-            raise DatasetError(
-                store.object_uri(name), "another run began this version a moment ago", None,
-                "Run the same command again: it joins that version.",
-            ) from None  # fmt: skip
+        except ObjectExists:  # another run began this version a moment ago: join it, or begin the next one
+            return cls.choose(store, base, identity, on_complete)
         return cls(store, name, "new", differs)
 
     @property
@@ -110,10 +106,28 @@ class Ledger:
                 found[reply["prompt"]] = reply
         return found
 
-    def keep_replies(self, settings: dict[str, Any], replies: list[dict[str, Any]]) -> None:
-        """Store one chunk of replies, named by its first prompt, with the sampling settings they were made with."""
-        content = {"settings": settings, "replies": replies}
-        self.store.put_bytes(f"{self.name}/{REPLIES}/{replies[0]['prompt'][:16]}.json", _json(content))
+    def replies_to(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]] | None:
+        """The stored chunk of replies to exactly these prompts; None if there is none yet."""
+        try:
+            return list(json.loads(self.store.get_bytes(self._chunk([p.digest for p in prompts])))["replies"])
+        except ObjectMissing:
+            return None
+
+    def keep_replies(self, settings: dict[str, Any], replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Store one chunk of replies, named by its prompts, with the sampling settings they were made with.
+
+        Returns:
+            What is stored now: of two runs that asked the same prompts, the first one's replies count for both.
+        """
+        key = self._chunk([reply["prompt"] for reply in replies])
+        try:
+            self.store.put_bytes(key, _json({"settings": settings, "replies": replies}), if_none_match=True)
+        except ObjectExists:
+            return list(json.loads(self.store.get_bytes(key))["replies"])
+        return replies
+
+    def _chunk(self, digests: Sequence[str]) -> str:
+        return f"{self.name}/{REPLIES}/{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}.json"
 
     def keep_report(self, batch_id: str, report: dict[str, int]) -> None:
         """Store what a batch's proof found: counts that add up over batches."""
@@ -130,6 +144,10 @@ class Ledger:
     def keep_quarantined(self, batch_id: str, reasons: Mapping[str, str]) -> None:
         """Record a batch without a usable sample: it has no shard, and is done all the same."""
         self.store.put_bytes(f"{self.name}/{QUARANTINED}/{batch_id}.json", _json(dict(reasons)))
+
+    def is_quarantined(self, batch_id: str) -> bool:
+        """Whether some run has found no usable sample in a batch."""
+        return self.store.head(f"{self.name}/{QUARANTINED}/{batch_id}.json") is not None
 
     def quarantined_batches(self) -> dict[str, dict[str, str]]:
         """Batch id -> sample id -> reason, of the batches without a usable sample."""

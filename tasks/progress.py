@@ -45,14 +45,15 @@ class ExtractionProgress:
         self._started = time.monotonic()
         self._bar = Progress(ARTIFACT, self._percent, self._in_words())
 
-    def add(self, batch: BatchDone) -> None:
-        """Count a batch, and say how far we are."""
+    def add(self, batch: BatchDone, *, ours: bool = True) -> None:
+        """Count a batch, and say how far we are. One that another run has done does not count for our rates."""
         self._tokens += batch.tokens
         self._samples += batch.samples + batch.quarantined
         self._quarantined += batch.quarantined
         self._batches += 1
-        self._run_tokens += batch.tokens
-        self._run_bytes += batch.bytes
+        if ours:
+            self._run_tokens += batch.tokens
+            self._run_bytes += batch.bytes
         said = self._in_words()
         get_run_logger().info("%s", said)
         self._bar.update(self._percent, said)

@@ -45,10 +45,11 @@ def regenerate_replies(job: Job) -> None:
     known = ledger.replies()
     groups = chunks(plan.prompts, job.recipe.server.max_in_flight_requests)
     missing = [(group, asked) for group in groups if (asked := [p for p in group if p.digest not in known])]
+    made: list[int] = []
     done = len(plan.prompts) - sum(len(group) for group, _ in missing)
     if done:
         log.info("%d of %d replies are in the bucket already", done, len(plan.prompts))
-    waiting, lock = iter(missing), threading.Lock()
+    waiting, lock = iter(job.own_order(missing)), threading.Lock()
 
     def answer(_: CaptureSession) -> None:
         nonlocal done
@@ -57,20 +58,22 @@ def regenerate_replies(job: Job) -> None:
                 group, asked = next(waiting, ([], []))
             if not group:
                 return
-            with capture.take() as session:
-                answers = _ask(session, asked, job)
-                session.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
+            answers = ledger.replies_to(asked)  # by a run on another host, since we looked
+            if answers is None:
+                with capture.take() as session:
+                    answers = _ask(session, asked, job)
+                    session.clear()  # what mode `all` captured of the prompts themselves: it must not fill the disk
+                answers = ledger.keep_replies(settings.model_dump(mode="json"), answers)
+                made.append(len(asked))
             with lock:
                 known.update({answer["prompt"]: answer for answer in answers})
-            ledger.keep_replies(settings.model_dump(mode="json"), [known[prompt.digest] for prompt in group])
-            with lock:
                 done += len(group)
                 log.info("%d of %d replies", done, len(plan.prompts))
 
     capture.each(answer)
     job.samples = _samples(plan.prompts, known, plan.held_out)
     job.figures |= {
-        "replies_generated": sum(len(asked) for _, asked in missing),
+        "replies_generated": sum(made),
         "replies_empty": job.samples.empty,
         "replies_cut": job.samples.cut,
     }
