@@ -105,6 +105,7 @@ class Trainer:
         config, progress = self.config, self.progress
         began = time.monotonic() - progress.seconds
         validated: Figures | None = None
+        validated_at = -1
         for group in self._groups():
             step_began = time.monotonic()
             lr = config.schedule.at(progress.step, self._course_done())
@@ -129,10 +130,10 @@ class Trainer:
                     )
                 )  # fmt: skip
             if config.validate_every and progress.step % config.validate_every == 0:
-                validated = self._validate()
+                validated, validated_at = self._validate(), progress.step
             if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
                 self._save()
-        if not self._stopped and (not config.validate_every or progress.step % config.validate_every):
+        if not self._stopped and validated_at != progress.step:  # also of a course that was over when we resumed it
             validated = self._validate()
         self._save()
         return TrainResult(

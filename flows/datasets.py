@@ -10,12 +10,15 @@ from rich.console import Console
 from flows.environment import state_dir
 from flows.workshop import open_section
 from hidden_states.dataset import Dataset, remove_dataset
-from hidden_states.dataset_writer import MANIFEST, check_name
+from hidden_states.dataset_writer import MANIFEST, PARTS_OF_WRITER, check_name
 from hidden_states.errors import DatasetError
 from hidden_states.store import Store
 from infra.recipe import Store as StoreSection
 from infra.recipe_file import load_recipe
+from tasks.ledger import PARTS_OF_LEDGER, PLAN
 from tasks.words import bytes_in_words, number
+
+PARTS = PARTS_OF_WRITER | PARTS_OF_LEDGER
 
 
 @contextlib.contextmanager
@@ -107,6 +110,7 @@ def remove(place: str, recipe: str | None, *, yes: bool, force: bool) -> dict[st
         uri = store.object_uri(name)
         if not objects:
             raise DatasetError(uri, "nothing there", "a dataset", "See `eyas datasets list`.")
+        _refuse_what_is_no_dataset(uri, {key.removeprefix(f"{name}/").partition("/")[0] for key in objects})
         drafters: list[str] = []
         if f"{name}/{MANIFEST}" in objects:
             from tasks.begin import tracking_uri  # MLflow takes 2 s to import
@@ -122,6 +126,21 @@ def remove(place: str, recipe: str | None, *, yes: bool, force: bool) -> dict[st
         if not yes:
             _confirm(uri, name, len(objects), sum(objects.values()))
         return {"uri": uri, "removed_objects": remove_dataset(store, name), "removed_bytes": sum(objects.values())}
+
+
+def _refuse_what_is_no_dataset(uri: str, inside: set[str]) -> None:
+    """A store, a folder of one's own, a part of a dataset: what Eyas did not write as a dataset it does not remove."""
+    foreign = sorted(inside - PARTS)
+    if foreign or not inside & {PLAN, MANIFEST, "shards"}:
+        found = (
+            f"it holds {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''}"
+            if foreign
+            else "no plan, no shards"
+        )
+        raise DatasetError(
+            uri, f"not a dataset: {found}", "a dataset's own folder and nothing else in it",
+            "`eyas datasets list` names the datasets of a store; remove them one by one.",
+        )  # fmt: skip
 
 
 def _confirm(uri: str, name: str, objects: int, size: int) -> None:

@@ -49,8 +49,8 @@ def keep_or_compare(recipe: Recipe) -> None:
         raise RecipeError(
             f"recipe {recipe.name}", f"edited since this run began: {', '.join(differing[:NAMED])}{more}",
             "the recipe the run began with",
-            "A retry is the same run again. Put the recipe back, or start a new run: it goes on with all that is in "
-            "the bucket and that the edit does not touch.",
+            "A retry is the same run again. Put the recipe back, or start a new run: it goes on with the "
+            "dataset's version where the edit leaves alone what that is made of, and begins a new one otherwise.",
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ there, once it has proved itself, and writes the same sidecar, for the sidecar i
 does not matter how often a batch is done, by whom, or between which two steps a worker was killed.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import ObjectExists, ObjectMissing, Store
 
 MANIFEST, TABLE, VOCAB_MAP = "manifest.json", "samples.parquet", "vocab_map.safetensors"
+FINGERPRINT, SHARDS = "fingerprint.json", "shards"
+PARTS_OF_WRITER = frozenset({MANIFEST, TABLE, VOCAB_MAP, FINGERPRINT, SHARDS})
 _OBJECT = re.compile(r"(?P<batch>[^/]+)-(?P<fingerprint>[0-9a-f]{16})\.(?P<kind>json|safetensors)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READERS = 16
@@ -55,7 +58,27 @@ class DatasetWriter:
         return "/".join((self.name, *parts))
 
     def shard_key(self, batch_id: str, kind: str = "safetensors") -> str:
-        return self.key("shards", f"{batch_id}-{self.fingerprint.short}.{kind}")
+        return self.key(SHARDS, f"{batch_id}-{self.fingerprint.short}.{kind}")
+
+    def claim(self) -> None:
+        """Say what this dataset's states are comparable with; the first to say so counts, before there is a batch.
+
+        Raises:
+            DatasetError: another run, here or on another host, has begun it with another fingerprint.
+        """
+        ours = json.dumps(dict(self.fingerprint.fields), indent=1, sort_keys=True).encode()
+        try:
+            self.store.put_bytes(self.key(FINGERPRINT), ours, if_none_match=True)
+        except ObjectExists:
+            theirs = Fingerprint(json.loads(self.store.get_bytes(self.key(FINGERPRINT))))
+            if theirs.digest != self.fingerprint.digest:
+                self._refuse_other(theirs)
+
+    def discard(self, batch_id: str) -> None:
+        """Take a committed batch back, for it is to be captured again. Raises DatasetError in a committed dataset."""
+        self._refuse_damage_to_a_committed(self.shard_key(batch_id))
+        self.store.delete(self.shard_key(batch_id, "json"))
+        self.store.delete(self.shard_key(batch_id))
 
     def done(self) -> dict[str, Sidecar]:
         """Batch id -> sidecar, for the batches that are committed and whose shard is there with its right size.
@@ -64,7 +87,7 @@ class DatasetWriter:
         """
         sizes: dict[str, int] = {}
         batches = []
-        for info in self.store.list(self.key("shards", "")):
+        for info in self.store.list(self.key(SHARDS, "")):
             match = _OBJECT.fullmatch(info.key.rpartition("/")[2])
             if match is None:
                 continue
@@ -166,7 +189,7 @@ class DatasetWriter:
 
     def sweep(self, older_than_s: float = DEAD_UPLOAD_S) -> tuple[str, ...]:
         """Aborts uploads of this dataset that never ended and are too old to be anybody's; returns their keys."""
-        return self.store.abort_stale_uploads(self.key("shards", ""), older_than_s)
+        return self.store.abort_stale_uploads(self.key(SHARDS, ""), older_than_s)
 
     # -- batches
 
@@ -178,7 +201,7 @@ class DatasetWriter:
             return None
 
     def _look_for_foreign(self) -> None:
-        for info in self.store.list(self.key("shards", "")):
+        for info in self.store.list(self.key(SHARDS, "")):
             match = _OBJECT.fullmatch(info.key.rpartition("/")[2])
             if match and match["kind"] == "json" and match["fingerprint"] != self.fingerprint.short:
                 self._refuse_foreign(info.key)
@@ -186,15 +209,14 @@ class DatasetWriter:
 
     def _refuse_foreign(self, sidecar_key: str) -> None:
         where = self.store.object_uri(sidecar_key)
-        theirs = Sidecar.from_bytes(self.store.get_bytes(sidecar_key), where).fingerprint
+        self._refuse_other(Sidecar.from_bytes(self.store.get_bytes(sidecar_key), where).fingerprint)
+
+    def _refuse_other(self, theirs: Fingerprint) -> None:
         differing = "; ".join(self.fingerprint.differences(theirs)) or "nothing but the name"
-        found = f"holds batches of another fingerprint; ours / theirs differ in {differing}"
         raise DatasetError(
-            self.uri,
-            found,
-            "one fingerprint a dataset",
-            "Give this capture another dataset name, or remove the old one.",
-        )
+            self.uri, f"holds batches of another fingerprint; ours / theirs differ in {differing}",
+            "one fingerprint a dataset", "Give this capture another dataset name, or remove the old one.",
+        )  # fmt: skip
 
     def _check_info(self, info: ShardInfo) -> None:
         ours = self.fingerprint.fields
@@ -231,12 +253,16 @@ class DatasetWriter:
             found = self._read_back(key, there.bytes, info)
             if found is not None:
                 return found
+            self._refuse_damage_to_a_committed(key)
             self.store.delete(key)
         self.store.put_file(key, info.path, info.digest, if_none_match=True)
         return info
 
     def _read_back(self, key: str, size: int, ours: ShardInfo) -> ShardInfo | None:
-        """What the stored shard says of itself, when all of it is true and it holds the same samples; else None."""
+        """What the stored shard says of itself, when all of it is true and it is of the same batch; else None.
+
+        Which of the batch's samples it holds and which it leaves out is its own affair: whoever was first, counts.
+        """
         assert ours.path is not None
         copy = ours.path.with_name(f"{ours.path.name}.stored")
         try:
@@ -246,7 +272,7 @@ class DatasetWriter:
             shard, found = open_shard(copy, digest)
             same = found.batch_id == ours.batch_id and found.layout.after_block == ours.layout.after_block
             same = same and found.layout.encoding == ours.layout.encoding
-            same = same and [entry.digest for entry in found.samples] == [entry.digest for entry in ours.samples]
+            same = same and _accounted(found) == _accounted(ours)
             if same and all(shard.rows(*e.span).problem(e) is None for e in found.samples):
                 return found
             return None
@@ -254,6 +280,13 @@ class DatasetWriter:
             return None
         finally:
             copy.unlink(missing_ok=True)
+
+    def _refuse_damage_to_a_committed(self, key: str) -> None:
+        if self.store.head(self.key(MANIFEST)) is not None:
+            raise DatasetError(
+                self.store.object_uri(key), "is damaged, and its dataset is committed", "the shard the manifest names",
+                "A committed dataset never changes: verify it, and extract it anew under another name.",
+            )  # fmt: skip
 
     # -- manifest
 
@@ -339,3 +372,8 @@ class DatasetWriter:
             return None
         self.store.put_bytes(self.key(key), data)
         return there
+
+
+def _accounted(info: ShardInfo) -> list[str]:
+    """Ids of the batch's samples: in the shard or left out of it."""
+    return sorted([*(entry.id for entry in info.samples), *info.left_out])

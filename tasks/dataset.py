@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hidden_states.dataset_writer import DatasetWriter
 from hidden_states.encoding import Encoding
-from hidden_states.errors import DatasetError, GateError, StoreError
+from hidden_states.errors import DatasetError, StoreError
 from hidden_states.fingerprint import Fingerprint, capture_fingerprint, target_fields, writer_fields
 from hidden_states.plan import plan_batches
 from hidden_states.record import Writer
@@ -20,6 +20,7 @@ from hidden_states.validate import Expectation, check_writer
 from hidden_states.vocab import build_vocab_map, count_tokens
 from infra.recipe import Recipe
 from tasks.job import Job, need
+from tasks.quarantine import quarantined, refuse_many_quarantined, try_again, unusable_batches
 from tasks.step import step
 from tasks.tracking import Tracker
 
@@ -36,12 +37,16 @@ def open_dataset(job: Job) -> list[str]:
     fingerprint = shared_fingerprint(folder, mask_rule(job), writers)
     fingerprint = Fingerprint({**fingerprint.fields, **kept(recipe).fingerprint_fields()})
     job.writer = DatasetWriter(job.store, ledger.name, fingerprint)
+    job.writer.claim()
     _sweep(job.writer)
     job.batches = {b.id: b for b in plan_batches(need(job.samples, "samples").samples, recipe.extract.batch_tokens)}
-    done = job.writer.done()
-    unusable = ledger.quarantined_batches()
+    done = {batch: sidecar for batch, sidecar in job.writer.done().items() if batch in job.batches}
+    unusable = unusable_batches(job)
+    for batch in try_again(job, done, unusable):
+        done.pop(batch, None)
+        unusable.pop(batch, None)
     missing = [batch_id for batch_id in job.batches if batch_id not in done and batch_id not in unusable]
-    job.quarantined = sum(len(done[b].info.left_out) for b in job.batches if b in done)
+    job.quarantined = sum(len(sidecar.info.left_out) for sidecar in done.values())
     job.quarantined += sum(map(len, unusable.values()))
     get_run_logger().info(
         "%d batches, %d of them in the bucket already", len(job.batches), len(job.batches) - len(missing)
@@ -103,8 +108,8 @@ def commit_dataset(job: Job) -> None:
     """Write the samples table, the vocabulary map and, last, the manifest."""
     recipe, writer = job.recipe, need(job.writer, "dataset writer")
     samples = need(job.samples, "samples")
-    unusable = need(job.ledger, "ledger").quarantined_batches()
-    _refuse_many_quarantined(job)
+    unusable = unusable_batches(job)
+    refuse_many_quarantined(job)
     shape = need(job.plan, "plan").shape
     training = [s for s in samples.samples if s.id not in samples.held_out]
     counts = count_tokens(training, int(shape.vocab_size or 0))
@@ -146,7 +151,7 @@ def use_dataset(job: Job) -> None:
         )  # fmt: skip
     job.figures |= {
         "samples_valid": manifest.samples,
-        "samples_quarantined": len(manifest.left_out) + len(need(job.ledger, "ledger").quarantined()),
+        "samples_quarantined": len(quarantined(job, manifest)),
         "samples_held_out": manifest.held_out_samples,
         "tokens": manifest.tokens,
         "dataset_uri": job.dataset.uri,
@@ -166,16 +171,6 @@ def log_dataset(job: Job, tracker: Tracker, context: str) -> None:
     manifest = dataset.manifest
     size = {"samples": manifest.samples, "tokens": manifest.tokens, "bytes": manifest.total_bytes}
     tracker.dataset(need(job.ledger, "ledger").name, dataset.digest, dataset.uri, json.dumps(size), context)
-
-
-def _refuse_many_quarantined(job: Job) -> None:
-    lost, planned = job.quarantined, len(need(job.samples, "samples").samples)
-    allowed = job.recipe.extract.max_quarantined_share
-    if lost > allowed * planned:
-        raise GateError(
-            "extraction", f"{lost} of {planned} samples are quarantined", f"at most a share of {allowed:g}",
-            "The log names each with its reason. Cure the cause and run again, or raise extract.max_quarantined_share.",
-        )  # fmt: skip
 
 
 def _special_ids(model_path: str) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 from prefect.futures import PrefectFuture, as_completed
 from prefect.logging import get_run_logger
 
+from hidden_states.errors import StoreError
 from hidden_states.plan import Batch
 from hidden_states.shard import pack_shard
 from tasks.captured import Captured, capture_batch
@@ -19,6 +20,7 @@ from tasks.dataset import kept, teacher_head
 from tasks.job import Job, Stopwatch, need
 from tasks.progress import BatchDone, ExtractionProgress
 from tasks.proof import judge_batch
+from tasks.quarantine import refuse_many_quarantined
 from tasks.stage import current
 from tasks.step import step
 
@@ -47,6 +49,7 @@ def extract_batches(job: Job, missing: Sequence[str]) -> None:
                 done: BatchDone = future.result()
                 job.quarantined += done.quarantined
                 progress.add(done)
+                refuse_many_quarantined(job)
             except Exception as error:  # raised below, when the batches in work are through
                 failed.append(error)
     if failed:
@@ -64,11 +67,14 @@ def _still_missing(job: Job, missing: Sequence[str], progress: ExtractionProgres
 
 
 def _done_by_another(job: Job, batch: Batch) -> BatchDone | None:
-    if committed := need(job.writer, "dataset writer").committed(batch.id):
-        left_out = len(committed.info.left_out)
-    elif need(job.ledger, "ledger").is_quarantined(batch.id):
-        left_out = len(batch.samples)
-    else:
+    try:
+        if committed := need(job.writer, "dataset writer").committed(batch.id):
+            left_out = len(committed.info.left_out)
+        elif need(job.ledger, "ledger").is_quarantined(batch.id):
+            left_out = len(batch.samples)
+        else:
+            return None
+    except StoreError:  # the batch's own step finds out, and tries again
         return None
     return BatchDone(len(batch.samples) - left_out, left_out, batch.tokens, 0)
 
@@ -108,7 +114,8 @@ def extract_batch(job: Job, batch_id: str) -> BatchDone:
 def _store(job: Job, batch: Batch, captured: Captured, watch: Stopwatch) -> int:
     """Pack and upload what was captured; the bytes stored. A batch of which nothing can be used is recorded as such."""
     if not captured.dumps:
-        need(job.ledger, "ledger").keep_quarantined(batch.id, captured.reasons)
+        if need(job.writer, "dataset writer").committed(batch.id) is None:  # by a run that had more luck with it
+            need(job.ledger, "ledger").keep_quarantined(batch.id, captured.reasons)
         return 0
     shard = job.folder / f"{batch.id}.safetensors"
     try:

@@ -8,6 +8,7 @@ from prefect.logging import get_run_logger
 
 from tasks.job import Job, need
 from tasks.page import shown
+from tasks.quarantine import quarantined
 from tasks.step import step
 
 ARTIFACT = "extraction-report"
@@ -32,8 +33,7 @@ def table(job: Job) -> list[dict[str, Any]]:
     """Rows of `state`, `reason`, `count`, `examples`; stored first, then what is not, the most frequent first."""
     manifest = need(job.dataset, "dataset").manifest
     rows = [_row("stored and proved", "", manifest.samples, [])]
-    quarantined = {**manifest.left_out, **need(job.ledger, "ledger").quarantined()}
-    rows += _by_reason("quarantined", quarantined)
+    rows += _by_reason("quarantined", quarantined(job, manifest))
     samples, report = job.samples, need(job.plan, "plan").report
     if samples is not None and samples.empty:
         rows.append(_row("no sample", "the target's reply is empty", samples.empty, []))

@@ -2,6 +2,7 @@
 nothing.
 
     <name>-v<k>/plan.json           what the version is made of; written first
+    <name>-v<k>/target.json         digests of the target whose replies and states these are
     <name>-v<k>/replies/...json     the target's own replies, chunk by chunk
     <name>-v<k>/reports/...json     what each batch's proof found; written before the batch is committed
     <name>-v<k>/quarantined/..json  batches of which no sample could be used, with the reasons
@@ -21,12 +22,15 @@ from typing import Any, Literal
 
 from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import MANIFEST
+from hidden_states.errors import DatasetError
 from hidden_states.prompts import Prompt
 from hidden_states.samples import Sample
 from hidden_states.store import ObjectExists, ObjectMissing, Store
 from infra.recipe import Recipe
 
 PLAN, RUNS, REPLIES, REPORTS, QUARANTINED = "plan.json", "runs", "replies", "reports", "quarantined"
+TARGET = "target.json"
+PARTS_OF_LEDGER = frozenset({PLAN, RUNS, REPLIES, REPORTS, QUARANTINED, TARGET})
 _ROUNDS = 4  # requests in flight, times this: the prompts of a chunk; the server is never short of work for long
 
 
@@ -57,7 +61,7 @@ class Ledger:
     Attributes:
         name: the version's name, `<dataset>-v<k>`.
         state: "new", "resumed" (begun by an earlier run) or "complete" (its manifest is committed).
-        differs: how the newest version's plan differs from this run's, when that is why a new one was made.
+        differs: how the newest version's plan differs from this run's, when a new one was made for want of an equal.
     """
 
     store: Store
@@ -70,18 +74,20 @@ class Ledger:
         cls, store: Store, base: str, identity: dict[str, Any], on_complete: Literal["reuse", "new"]
     ) -> "Ledger":
         """Find the version to go on with, or begin a new one."""
-        versions = versions_with(PLAN, store, base)
+        versions = sorted(versions_with(PLAN, store, base), reverse=True)
         differs: tuple[str, ...] = ()
-        if versions:
-            newest = f"{base}-v{max(versions)}"
-            theirs = json.loads(store.get_bytes(f"{newest}/{PLAN}"))
-            differs = tuple(
+        for version in versions:
+            name = f"{base}-v{version}"
+            theirs = json.loads(store.get_bytes(f"{name}/{PLAN}"))
+            if theirs == json.loads(_json(identity)):
+                closed = any(True for _ in store.list(f"{name}/{RUNS}/"))
+                if closed and on_complete == "new":
+                    break
+                complete = store.head(f"{name}/{MANIFEST}") is not None
+                return cls(store, name, "complete" if complete else "resumed")
+            differs = differs or tuple(
                 f"{key}: {theirs.get(key)} / {identity[key]}" for key in identity if theirs.get(key) != identity[key]
             )
-            closed = any(True for _ in store.list(f"{newest}/{RUNS}/"))
-            if not differs and not (closed and on_complete == "new"):
-                complete = store.head(f"{newest}/{MANIFEST}") is not None
-                return cls(store, newest, "complete" if complete else "resumed")
         name = f"{base}-v{max(versions, default=0) + 1}"
         try:
             store.put_bytes(f"{name}/{PLAN}", _json(identity), if_none_match=True)
@@ -157,9 +163,27 @@ class Ledger:
             found[batch_id] = dict(json.loads(self.store.get_bytes(info.key)))
         return found
 
-    def quarantined(self) -> dict[str, str]:
-        """Sample id -> reason, over those batches."""
-        return {sample: why for reasons in self.quarantined_batches().values() for sample, why in reasons.items()}
+    def forget_quarantined(self, batch_id: str) -> None:
+        """A batch that was given up is to be captured again."""
+        self.store.delete(f"{self.name}/{QUARANTINED}/{batch_id}.json")
+
+    def claim_target(self, target: Mapping[str, Any]) -> None:
+        """Say which target's this version is; the first to say so counts, before there is one reply of it.
+
+        Raises:
+            DatasetError: it is another target's: replies and states of two must not meet in one dataset.
+        """
+        key = f"{self.name}/{TARGET}"
+        try:
+            self.store.put_bytes(key, _json(target), if_none_match=True)
+        except ObjectExists:
+            theirs = json.loads(self.store.get_bytes(key))
+            if differing := [f"{name}: {value} / {theirs.get(name)}" for name, value in target.items()
+                             if theirs.get(name) != value]:  # fmt: skip
+                raise DatasetError(
+                    self.uri, f"was begun with another target; ours / theirs: {'; '.join(differing)}",
+                    "one target a dataset", "Put the target back, or give dataset.name another name.",
+                ) from None  # fmt: skip
 
     def close(self, run_id: str, summary: dict[str, Any]) -> None:
         """Record that a run went to its end with this version."""

@@ -2,11 +2,13 @@
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prefect.logging import get_run_logger
 
 from hidden_states.errors import DataError
+from hidden_states.fingerprint import target_fields
 from hidden_states.prompts import Prompt
 from hidden_states.samples import Sample, sample_from_reply
 from tasks.capture_session import CaptureSession
@@ -37,6 +39,7 @@ def regenerate_replies(job: Job) -> None:
     """Let the target answer every prompt; what an earlier run stored is not asked again."""
     plan, ledger, capture = need(job.plan, "plan"), need(job.ledger, "ledger"), need(job.capture, "capture servers")
     settings = job.recipe.regenerate
+    ledger.claim_target(target_fields(Path(job.recipe.target.model_path)))
     if not settings.enabled:
         held_out = frozenset(s.id for s in plan.samples if s.digest in plan.held_out)
         job.samples = RunSamples(plan.samples, held_out)

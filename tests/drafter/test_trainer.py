@@ -4,7 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +115,23 @@ def test_a_finished_training_run_again_does_nothing(tmp_path) -> None:
     assert again["losses"] == {}
     assert again["result"].steps == done["result"].steps
     assert all(torch.equal(again["weights"][n], w) for n, w in done["weights"].items())
+
+
+@pytest.mark.parametrize("validate_every", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("checkpoint_every", [0, 2, 5])
+def test_a_finished_training_run_again_says_the_same_of_itself(tmp_path, validate_every, checkpoint_every) -> None:
+    """It is when the run was killed afterwards: the drafter is exported from what this says."""
+    course = replace(COURSE, validate_every=validate_every, checkpoint_every=checkpoint_every)
+
+    def run():
+        drafter, target, documents = world()
+        return Trainer(
+            course, drafter, target, lambda epoch: rows_of(documents), tmp_path, validation=lambda: rows_of(documents)
+        ).run()
+
+    done = run()
+    again = run()
+    assert done.validation is not None and asdict(again) == asdict(done)
 
 
 @pytest.mark.parametrize(("each", "accumulate"), [(1, 9), (2, 5), (3, 3), (9, 1)])

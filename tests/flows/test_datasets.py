@@ -83,6 +83,19 @@ def test_nothing_is_removed_unasked_or_under_a_registered_drafter(
     assert code == 0 and answer["removed_objects"] == len(before) - 1 and list(store.list()) == []
 
 
+@pytest.mark.parametrize("what", ["", "data/shards", "mine", "data"])
+def test_what_is_not_a_dataset_is_not_removed(
+    made: Made, store: Store, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """A store of datasets, a part of one, a folder of somebody's, a dataset in which somebody has put a file."""
+    store.put_bytes("data/thesis.txt" if what == "data" else "mine/thesis.txt", b"years of work")
+    before = [info.key for info in store.list()]
+    for options in (["--yes"], ["--yes", "--force"]):
+        code, _, said = asked(capsys, "rm", f"{store.uri}/{what}".rstrip("/"), *options)
+        assert code == 7 and "not a dataset" in said and "eyas datasets list" in said
+    assert [info.key for info in store.list()] == before
+
+
 def test_a_dataset_is_kept_when_nobody_can_say_what_rests_on_it(
     made: Made, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

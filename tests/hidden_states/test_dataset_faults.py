@@ -1,12 +1,14 @@
 """What befalls a dataset from outside: captures of others over its keys, kills in mid-upload, missing permissions."""
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hidden_states.dataset import Dataset, DatasetWriter
 from hidden_states.errors import DatasetError, StoreError
+from hidden_states.fingerprint import Fingerprint
 from hidden_states.plan import plan_batches
 from hidden_states.shard import pack_shard
 from hidden_states.shard_layout import ShardInfo
@@ -76,3 +78,64 @@ def test_a_bucket_that_may_not_be_listed_says_so_before_anything_is_sent(
             with pytest.raises(StoreError, match=r"cannot list.*expected s3:ListBucket"):
                 call()
     assert list(s3_server.store("unlisted").list("data/")) == []
+
+
+@pytest.mark.parametrize("lost_by", ["the second", "the first", "each another"])
+def test_of_two_workers_that_lost_other_samples_of_a_batch_the_first_counts(
+    store: Store, tmp_path: Path, lost_by: str
+) -> None:
+    """The first shard is intact and stays, though the manifest that names it may be committed by then."""
+    samples = make_samples([5, 6, 7])
+    capture = Capture(tmp_path / "dumps")
+    (batch,) = plan_batches(samples, 20)
+    lost = {"the second": ([], [0]), "the first": ([0], []), "each another": ([0], [1])}[lost_by]
+    shards = []
+    for number, missing in enumerate(lost):
+        dumps = capture.dumps([s for n, s in enumerate(samples) if n not in missing], seed=number)
+        left_out = {samples[n].id: "no dump" for n in missing}
+        shards.append(pack_shard(batch, dumps, tmp_path / f"{number}", left_out=left_out))
+    slow, quick = DatasetWriter(store, "data", FINGERPRINT), DatasetWriter(store, "data", FINGERPRINT)
+    assert slow.committed(batch.id) is None
+    quick.commit_batch(shards[0])
+    quick.commit_manifest([batch.id])
+    store.delete(slow.shard_key(batch.id, "json"))  # the second looked before this was there
+    assert slow.commit_batch(shards[1]).info == replace(shards[0], path=None)
+    assert slow.commit_manifest([batch.id]).digest == Dataset.open(store, "data").digest
+    assert Dataset.open(store, "data").verify().problems == []
+
+
+def test_a_damaged_shard_of_a_committed_dataset_is_not_replaced(store: Store, tmp_path: Path) -> None:
+    samples = make_samples([5, 6])
+    capture = Capture(tmp_path / "dumps")
+    (batch,) = plan_batches(samples, 20)
+    writer = DatasetWriter(store, "data", FINGERPRINT)
+    writer.commit_batch(pack_shard(batch, capture.dumps(samples), tmp_path / "first"))
+    writer.commit_manifest([batch.id])
+    damaged = (tmp_path / "first").read_bytes()[:-1] + b"x"
+    store.put_bytes(writer.shard_key(batch.id), damaged)
+    store.delete(writer.shard_key(batch.id, "json"))
+    with pytest.raises(DatasetError, match="is damaged, and its dataset is committed"):
+        writer.commit_batch(pack_shard(batch, capture.dumps(samples, seed=1), tmp_path / "second"))
+    assert store.get_bytes(writer.shard_key(batch.id)) == damaged
+    with pytest.raises(DatasetError, match="committed"):
+        writer.discard(batch.id)
+
+
+def test_a_batch_is_taken_back_until_the_dataset_is_committed(store: Store, tmp_path: Path) -> None:
+    samples = make_samples([5, 6])
+    (batch,) = plan_batches(samples, 20)
+    writer = DatasetWriter(store, "data", FINGERPRINT)
+    info = pack_shard(batch, Capture(tmp_path / "dumps").dumps(samples), tmp_path / "shard")
+    writer.commit_batch(info)
+    writer.discard(batch.id)
+    assert writer.done() == {} and writer.committed(batch.id) is None
+    writer.commit_batch(info)
+    assert set(writer.done()) == {batch.id}
+
+
+def test_another_fingerprint_is_refused_before_there_is_a_batch(store: Store) -> None:
+    """Two hosts with other weights, or another SGLang: one of them hears it before it captures for days."""
+    DatasetWriter(store, "data", FINGERPRINT).claim()
+    DatasetWriter(store, "data", Fingerprint(dict(FINGERPRINT.fields))).claim()
+    with pytest.raises(DatasetError, match="weights"):
+        DatasetWriter(store, "data", Fingerprint({**FINGERPRINT.fields, "weights": "full:other"})).claim()

@@ -4,12 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hidden_states.errors import DatasetError
 from hidden_states.prompts import Prompt
 from hidden_states.store import open_store
 from tasks.job import Job
@@ -45,6 +46,31 @@ def test_of_two_runs_that_ask_the_same_prompts_the_first_ones_replies_count(tmp_
     assert ledger.replies_to(prompts) == first
     assert ledger.replies() == {reply["prompt"]: reply for reply in first}
     assert ledger.replies_to(prompts[:1]) is None, "a chunk is these prompts and no others"
+
+
+def test_a_version_is_one_targets(tmp_path: Path) -> None:
+    ledger = Ledger.choose(open_store(f"file://{tmp_path}"), "data", {"inputs": "x"}, "reuse")
+    ledger.claim_target({"weights": "full:1", "template": "sha256:2"})
+    ledger.claim_target({"weights": "full:1", "template": "sha256:2"})
+    with pytest.raises(DatasetError, match="template: sha256:3 / sha256:2"):
+        ledger.claim_target({"weights": "full:1", "template": "sha256:3"})
+
+
+def test_a_plan_finds_its_own_version_whatever_others_have_begun_since(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+
+    def choose(tokens: int, on_complete: Literal["reuse", "new"] = "new") -> tuple[str, str]:
+        ledger = Ledger.choose(store, "data", {"batch_tokens": tokens}, on_complete)
+        return ledger.name, ledger.state
+
+    assert choose(1) == ("data-v1", "new")
+    assert choose(2) == ("data-v2", "new")
+    assert choose(1) == ("data-v1", "resumed")
+    Ledger(store, "data-v1", "resumed").close("run", {})
+    assert choose(1) == ("data-v3", "new"), "closed: the next one"
+    assert choose(2) == ("data-v2", "resumed")
+    Ledger(store, "data-v3", "resumed").close("run", {})
+    assert choose(1, "reuse") == ("data-v3", "resumed")
 
 
 @given(st.lists(st.integers()), st.text(), st.sampled_from(["new", "resumed", "complete"]))
