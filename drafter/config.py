@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hidden_states.errors import TrainingError
-from hidden_states.target_config import language_config
+from hidden_states.errors import DataError, TrainingError
+from hidden_states.target_config import language_config, read_config
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -111,8 +111,8 @@ class DrafterConfig:
         heads worth copying) the drafter gets heads of 128 and an eighth of them for keys and values, or with
         `latent_attention` the target's own latent sizes: its cache entries are then as small as the target's.
 
-        Raises: TrainingError for an unknown override, a rope that cannot be expressed, or a target whose logits are
-            more than `lm_head(final)`.
+        Raises: TrainingError for an unknown override, a rope that cannot be expressed, a target whose logits are more
+            than `lm_head(final)`, or whose config lacks a size.
         """
         text = language_config(target_config)
         known = {f.name for f in fields(cls)}
@@ -124,6 +124,9 @@ class DrafterConfig:
                 "The teacher would be another distribution than the one the server samples from; not supported.",
             )  # fmt: skip
         architecture = (target_config.get("architectures") or text.get("architectures") or ["unknown"])[0]
+        sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+        if wrong := [f"`{name}` is {text.get(name)!r}" for name in sizes if not _is_size(text.get(name))]:
+            raise TrainingError("target config", ", ".join(wrong), "whole numbers above 0", "Is the folder complete?")
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         latent = None
         if latent_attention:
@@ -178,15 +181,19 @@ class DrafterConfig:
         return cls(**json.loads(text))
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def read_target_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face model folder, as it lies there.
 
-    Raises: TrainingError when the folder has none.
+    Raises: TrainingError when the folder has none, or it is no JSON object.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise TrainingError(str(path), "no such file", "a Hugging Face model folder", "Check the model's path.")
-    return json.loads(path.read_text())
+    try:
+        return read_config(folder)
+    except DataError as error:
+        raise TrainingError(error.where, error.found, error.expected, error.do) from error
 
 
 def resolve_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +202,20 @@ def resolve_rope(config: dict[str, Any]) -> dict[str, Any]:
     transformers 5 writes `rope_parameters` (theta inside, perhaps one per layer type); older files have `rope_theta`
     beside `rope_scaling`, whose type is called `type` or `rope_type`. SGLang reads the former when present. Where a
     scaling leaves a parameter out, SGLang's default is written in, so that no engine's own default decides.
+
+    Raises: TrainingError when they are no such parameters.
     """
+    try:
+        return _rope(config)
+    except (ValueError, TypeError, AttributeError) as error:
+        given = config.get("rope_parameters") or config.get("rope_scaling")
+        raise TrainingError(
+            "config.json, rope", f"{given!r} with rope_theta {config.get('rope_theta')!r}",
+            "an object with rope_type and numbers", "Is this the model's own config?",
+        ) from error  # fmt: skip
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "full_attention" in given:
         given = given["full_attention"]

@@ -5,12 +5,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from drafter.config import LatentSizes, read_target_config, resolve_rope
 from drafter.layer_ids import blocks_sglang_captures
 from drafter.naming import to_sglang_name
+from hidden_states.errors import TrainingError
 from hidden_states.target_config import language_config
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+          "draft_vocab_size", "target_hidden_size", "max_position_embeddings")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,27 @@ class Inspection:
 def inspect_drafter(folder: str | Path, target: str | Path | None = None) -> Inspection:
     """Reads a drafter's config and tensor names and holds them against each other and against the target.
 
-    Raises: TrainingError when there is no config.json to read.
+    Raises: TrainingError when there is no config.json to read, or it is none of a model's.
     """
     folder = Path(folder)
     config = read_target_config(folder)
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes.update({to_sglang_name(n): tensors.get_slice(n).get_shape() for n in tensors.keys()})  # noqa: SIM118
+    target_config = None if target is None else read_target_config(target)
+    if not config:
+        raise TrainingError(str(folder / "config.json"), "an empty object", "a drafter's config", "Export it again.")
+    try:
+        return _inspected(folder, config, target_config)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise TrainingError(
+            str(folder / "config.json"), f"a value of another kind than a model's config has ({error!r})",
+            "a drafter's config" + ("" if target is None else f", and a model's in {target}"), "Export it again.",
+        ) from error  # fmt: skip
+
+
+def _inspected(folder: Path, config: dict[str, Any], target: dict[str, Any] | None) -> Inspection:
+    for name in _SIZES:
+        if config.get(name) is not None and not isinstance(config[name], int):
+            raise TypeError(f"`{name}` is {config[name]!r}")
+    shapes, unreadable = _shapes(folder)
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     rope = resolve_rope(config)
     hidden, draft_vocab = config.get("hidden_size"), config.get("draft_vocab_size")
@@ -51,10 +68,24 @@ def inspect_drafter(folder: str | Path, target: str | Path | None = None) -> Ins
         "layer ids": ids,
         "parameters": sum(_count(s) for n, s in shapes.items() if n not in ("d2t", "t2d")),
     }
-    problems = _own_problems(config, shapes, ids)
+    problems = unreadable + _own_problems(config, shapes, ids)
     if target is not None:
-        problems += _misfits(config, read_target_config(target), ids, facts)
+        problems += _misfits(config, target, ids, facts)
     return Inspection(facts, problems)
+
+
+def _shapes(folder: Path) -> tuple[dict[str, list[int]], list[str]]:
+    """Every tensor's shape by SGLang's name for it; and a line a file that cannot be read."""
+    shapes: dict[str, list[int]] = {}
+    unreadable = []
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    shapes[to_sglang_name(name)] = tensors.get_slice(name).get_shape()
+        except (SafetensorError, OSError) as error:
+            unreadable.append(f"{file.name} cannot be read ({error})")
+    return shapes, unreadable
 
 
 def _count(shape: list[int]) -> int:
@@ -92,7 +123,7 @@ def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: lis
     if architecture not in _ATTENTION:
         problems.append(f"architectures says {architecture or 'nothing'}; SGLang looks for {' or '.join(_ATTENTION)}")
     if not shapes:
-        return [*problems, "there is no *.safetensors file"]
+        return [*problems, "there is no *.safetensors file with tensors in it"]
     h = config.get("hidden_size") or 0
     aux = config.get("num_aux_hidden_states") or len(ids or [0, 0, 0])
     i, d = config.get("intermediate_size"), config.get("draft_vocab_size") or config.get("vocab_size")

@@ -53,7 +53,7 @@ def serve(args: argparse.Namespace) -> int:
     """`eyas serve`: the flows as deployments of a Prefect server, run from here until Ctrl-C."""
     from flows.deployments import serve_recipes
 
-    serve_recipes(args.recipes, notify=args.notify)
+    serve_recipes(args.recipes, notify=args.notify, keep_schedules=args.keep_schedules)
     return 0
 
 
@@ -226,6 +226,8 @@ def parser() -> argparse.ArgumentParser:
     made = command("serve", serve, "offer the flows to Prefect: started from its pages, by schedules, retried there")
     made.add_argument("recipes", nargs="*", metavar="RECIPE", help="a deployment each, with the recipe's schedule")
     made.add_argument("--notify", metavar="TYPE/NAME", help="block of Prefect that is told when an automation fires")
+    text = "do not pause the schedules at the end: another host serves the same recipes"
+    made.add_argument("--keep-schedules", action="store_true", help=text)
     command("up", up, "start the local Prefect server, MLflow and object store")
     command("down", down, "end them")
     return top
@@ -260,9 +262,9 @@ def _add_formats(command: Callable[..., argparse.ArgumentParser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; a refusal is printed without a traceback."""
     args = parser().parse_args(argv)
-    settle()
     signal.signal(signal.SIGTERM, _terminated)
     try:
+        settle()
         return args.function(args)
     except Refusal as refusal:
         return _refuse(args, refusal)

@@ -1,5 +1,6 @@
 """`eyas compare` and `eyas champion`: drafters side by side, and which one is in production."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.environment import state_dir
-from hidden_states.errors import DatasetError
+from hidden_states.errors import DatasetError, RecipeError
 from tasks.begin import tracking_uri
 from tasks.champion import Champions
 from tasks.comparison import Side, compare_sides
 from tasks.comparison_page import comparison_page
 from tasks.evaluation import Evaluation
+from tasks.mlflow_client import asking, mlflow_client
 from tasks.verdict_report import interval
 from tasks.words import number
 
@@ -36,19 +37,26 @@ def compare_drafters(
 
     Raises:
         DatasetError: no such drafter, not served, or not comparable.
+        ServerError: MLflow is needed and does not answer.
+        RecipeError: the page cannot be written there.
     """
-    client = client or _client()
+    if html is not None and not html.resolve().parent.is_dir():
+        raise RecipeError(str(html), "there is no such folder", "a file in a folder that exists", "Make the folder.")
+    client = client or _client(ask=not (os.path.isdir(one) and os.path.isdir(other)))
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = (_side(name, Path(folder) / str(n), client) for n, name in enumerate((one, other)))
         answer = compare_sides(ours, theirs, sets)
     if html is not None:
-        html.write_text(comparison_page(answer), encoding="utf-8")
+        try:
+            html.write_text(comparison_page(answer), encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(str(html), f"it cannot be written ({error.strerror})", None, "Name another.") from error
         answer["page"] = str(html.resolve())
     return answer
 
 
 def _side(name: str, folder: Path, client: MlflowClient) -> Side:
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False, too, for a name no file can have
         return Side.of(Evaluation.read(Path(name), name), Path(name), client)
     model, version = _version(name, client)
     folder.mkdir()
@@ -63,16 +71,14 @@ def _version(name: str, client: MlflowClient) -> tuple[str, str]:
         raise DatasetError(
             name, "neither a folder nor a version", "a drafter's folder, MODEL/VERSION or MODEL@ALIAS", do
         )
-    try:
+    with asking(client.tracking_uri, DatasetError(name, "no such version in MLflow", None, do)):
         if at == "@":
             version = client.get_model_version_by_alias(model, version).version
         return model, str(client.get_model_version(model, str(version)).version)
-    except MlflowException as error:
-        raise DatasetError(name, "no such version in MLflow", None, do) from error
 
 
-def _client() -> MlflowClient:
-    return MlflowClient(tracking_uri=tracking_uri(state_dir()))
+def _client(*, ask: bool = True) -> MlflowClient:
+    return mlflow_client(tracking_uri(state_dir()), ask=ask)
 
 
 def print_comparison(answer: dict[str, Any]) -> None:
@@ -120,7 +126,11 @@ def champion(model: str, *, to: str | None, back: bool, reason: str | None) -> d
 
     Raises:
         DatasetError: no such model or version, or nothing to go back to.
+        ServerError: MLflow does not answer.
     """
+    if not model.strip() or set(model) & set("/:"):
+        raise DatasetError(f"model {model!r}", "no model of MLflow is called so", "a name without / and :",
+                           "MLflow's page lists them: `eyas up`.")  # fmt: skip
     known = Champions(_client(), model)
     why = reason or "no reason given"
     if to is not None:

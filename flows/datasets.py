@@ -39,7 +39,7 @@ def opened(place: str, recipe: str | None, *, whole: bool = False) -> Iterator[t
 
 
 def list_all(place: str, recipe: str | None) -> dict[str, Any]:
-    """Every dataset under a store's prefix, committed or not."""
+    """Every dataset under a store's prefix, committed or not; `ok` is false when a manifest is damaged."""
     with opened(place, recipe, whole=True) as (store, _):
         sizes: dict[str, list[int]] = {}
         committed = set()
@@ -53,11 +53,14 @@ def list_all(place: str, recipe: str | None) -> dict[str, Any]:
         for name in sorted(sizes):
             row: dict[str, Any] = {"name": name, "objects": len(sizes[name]), "bytes": sum(sizes[name])}
             if name in committed:
-                manifest = Dataset.open(store, name).manifest
-                row |= {"committed": True, "samples": manifest.samples, "tokens": manifest.tokens}
-                row |= {"manifest": manifest.digest, "kept": manifest.encoding.in_words()}
+                try:
+                    manifest = Dataset.open(store, name).manifest
+                    row |= {"committed": True, "samples": manifest.samples, "tokens": manifest.tokens}
+                    row |= {"manifest": manifest.digest, "kept": manifest.encoding.in_words()}
+                except DatasetError as error:  # no reason to hide the others
+                    row["damaged"] = str(error)
             rows.append({"committed": False, **row})
-        return {"store": store.uri, "datasets": rows}
+        return {"store": store.uri, "datasets": rows, "ok": not any("damaged" in row for row in rows)}
 
 
 def show(place: str, recipe: str | None) -> dict[str, Any]:
@@ -156,11 +159,10 @@ def print_list(answer: dict[str, Any]) -> None:
     width = max((len(row["name"]) for row in answer["datasets"]), default=0)
     for row in answer["datasets"]:
         what = f"{bytes_in_words(row['bytes']):>8}  "
-        what += (
-            f"{number(row['samples'])} samples, {number(row['tokens'])} tokens  {row['manifest'][:16]}"
-            if row["committed"]
-            else f"not committed, {row['objects']} objects"
-        )
+        if row["committed"]:
+            what += f"{number(row['samples'])} samples, {number(row['tokens'])} tokens  {row['manifest'][:16]}"
+        else:
+            what += f"DAMAGED: {row['damaged']}" if "damaged" in row else f"not committed, {row['objects']} objects"
         print(f"  {row['name']:<{width}}  {what}")
 
 

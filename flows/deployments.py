@@ -3,6 +3,7 @@
 `eyas serve` registers and runs them from this machine and this folder. For work pools `prefect.yaml` registers them.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -15,9 +16,8 @@ import httpx
 from prefect import Flow
 from prefect import serve as prefect_serve
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.flows import EntrypointType
 from prefect.runner import _scheduled_run_poller
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -29,6 +29,7 @@ from hidden_states.errors import RecipeError, ServerError
 from infra.recipe import Recipe
 from infra.recipe_file import load_recipe
 from infra.services import PREFECT, LocalStack
+from tasks.schedule import schedule
 
 FLOWS: Mapping[str, str] = MappingProxyType(
     {
@@ -67,11 +68,11 @@ def deployments(recipes: Sequence[str]) -> list[RunnerDeployment]:
 
 
 def _deployment(flow: str, name: str, path: str | None = None, recipe: Recipe | None = None) -> RunnerDeployment:
-    schedules = [schedule(recipe)] if recipe is not None and flow == SCHEDULED and recipe.schedule.cron else []
+    due = schedule(recipe) if recipe is not None and flow == SCHEDULED else None
     made = load(flow).to_deployment(
         name,
         parameters={"recipe": path} if path else {},
-        schedules=schedules,
+        schedules=[due] if due is not None else [],
         paused=False,
         tags=["eyas"],
         entrypoint_type=EntrypointType.MODULE_PATH,
@@ -79,26 +80,12 @@ def _deployment(flow: str, name: str, path: str | None = None, recipe: Recipe | 
     return cast(RunnerDeployment, made)  # it is a coroutine only inside an event loop
 
 
-def schedule(recipe: Recipe) -> CronSchedule:
-    """The recipe's schedule.
-
-    Raises:
-        RecipeError: not a cron line, or no such time zone.
-    """
-    try:
-        return CronSchedule(cron=str(recipe.schedule.cron), timezone=recipe.schedule.timezone)
-    except ValueError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise RecipeError(
-            f"recipe {recipe.name}, `schedule`",
-            reason,
-            "a cron line such as `0 3 * * *` and a time zone",
-            "Correct it.",
-        ) from error
-
-
-def serve_recipes(recipes: Sequence[str], notify: str | None) -> None:
+def serve_recipes(recipes: Sequence[str], notify: str | None, keep_schedules: bool = False) -> None:
     """Register the deployments and the automations, then run what is due until Ctrl-C or SIGTERM.
+
+    Args:
+        notify: `type/name` of a notification block.
+        keep_schedules: leave them on at the end, for another host serves the same deployments.
 
     Raises:
         ServerError: no Prefect server is named and none is up.
@@ -119,7 +106,8 @@ def serve_recipes(recipes: Sequence[str], notify: str | None) -> None:
         try:
             prefect_serve(*offered, pause_on_shutdown=False)
         finally:
-            _pause(offered)
+            if not keep_schedules:
+                _pause(offered)
 
 
 def _pause(offered: Sequence[RunnerDeployment]) -> None:
@@ -131,7 +119,8 @@ def _pause(offered: Sequence[RunnerDeployment]) -> None:
         try:
             for made in offered:
                 if made.schedules:
-                    client.pause_deployment(client.read_deployment_by_name(made.full_name).id)
+                    with contextlib.suppress(ObjectNotFound):  # removed on its page meanwhile
+                        client.pause_deployment(client.read_deployment_by_name(made.full_name).id)
         except (httpx.HTTPError, PrefectException) as error:
             print(
                 f"eyas serve: Prefect did not answer ({type(error).__name__}), so the schedules are not paused: what "

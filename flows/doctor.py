@@ -14,6 +14,7 @@ from flows.environment import state_dir
 from flows.workshop import open_section
 from hidden_states.errors import Refusal, ServerError
 from infra.recipe import Recipe
+from infra.recipe_file import shortened
 
 ASK_SERVER_ENVIRONMENT = """
 import importlib.metadata as m, json
@@ -24,6 +25,7 @@ plugins = [e.value for e in m.entry_points(group="sglang.srt.plugins")]
 names = ("sglang", "torch", "eyas-capture", "eyas-sglang-cpu")
 print(json.dumps({**{name: v(name) for name in names}, "plugins": plugins}))
 """
+ANSWERS_WITHIN_S = 60
 KNOWN_SGLANG = "0.5.23"
 
 
@@ -72,10 +74,7 @@ def _server(recipe: Recipe) -> str:
     assert server.python is not None
     if shutil.which(server.python) is None:
         raise ServerError("server.python", f"{server.python} is no program", "an interpreter", "Run `make setup`.")
-    asked = subprocess.run([server.python, "-c", ASK_SERVER_ENVIRONMENT], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise ServerError("server.python", f"it fails: {asked.stderr.strip()[-300:]}", "Python 3.10 or later")
-    found = json.loads(asked.stdout)
+    found = _ask_interpreter(server.python)
     if found["sglang"] is None:
         raise ServerError("server.python", "no SGLang in this environment", None, "Name the interpreter that has it.")
     if not any("eyas_capture" in plugin for plugin in found["plugins"]):
@@ -92,36 +91,62 @@ def _server(recipe: Recipe) -> str:
     return f"SGLang {found['sglang']}{other}, capture plugin {found['eyas-capture']}, torch {found['torch']}"
 
 
+def _ask_interpreter(python: str) -> dict[str, Any]:
+    """What `ASK_SERVER_ENVIRONMENT` prints there."""
+    expected, do = "Python 3.10 or later", "Name the interpreter of the environment SGLang is installed in."
+    try:
+        asked = subprocess.run(
+            [python, "-c", ASK_SERVER_ENVIRONMENT], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", check=False, timeout=ANSWERS_WITHIN_S,
+        )  # fmt: skip
+    except OSError as error:  # a script whose own interpreter is missing, a program of another machine
+        raise ServerError(
+            "server.python", f"{python} cannot be started ({error.strerror or error})", expected, do
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ServerError(
+            "server.python", f"{python} has not answered after {ANSWERS_WITHIN_S} s", expected, do
+        ) from error
+    if asked.returncode:
+        said = asked.stderr.strip()[-300:] or "it says nothing"
+        raise ServerError("server.python", f"{python} ends with {asked.returncode}: {said}", expected, do)
+    try:
+        found = json.loads(asked.stdout.strip().splitlines()[-1])
+        return {name: found[name] for name in ("sglang", "torch", "eyas-capture", "eyas-sglang-cpu", "plugins")}
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        said = f"it says {asked.stdout.strip()[:100]!r}" if asked.stdout.strip() else "it says nothing"
+        raise ServerError("server.python", f"{python} is no Python: {said}", expected, do) from error
+
+
 def _dump_folder(recipe: Recipe) -> str:
     place = Path(recipe.server.dump_dir or "runs").resolve()
     existing = place
-    while not existing.exists():
-        existing = existing.parent
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise ServerError(
+            shortened(str(place)), f"it cannot be looked up ({error.strerror})", "a folder", "Name another."
+        ) from error
+    if not existing.is_dir():
+        raise ServerError(str(existing), "a file", "a folder", "Name another server.dump_dir.")
     if not os.access(existing, os.W_OK):
         raise ServerError(str(existing), "not writable", None, "Name another server.dump_dir.")
-    return f"{place}: {shutil.disk_usage(existing).free / 1e9:,.0f} GB free"
+    return f"{place}: {free / 1e9:,.0f} GB free"
 
 
 def _store(recipe: Recipe) -> str:
     with open_section(recipe.store) as store:
-        able = store.probe()
-        note = "" if able.conditional_put else "; no conditional put, so two runs must not commit one dataset at once"
-        return f"{recipe.store.uri}: written, read back, deleted{note}"
+        store.require_conditional_put()
+        return f"{recipe.store.uri}: written, read back, not overwritten"
 
 
 def _mlflow(recipe: Recipe) -> str:
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
     from tasks.begin import tracking_uri
+    from tasks.mlflow_client import mlflow_client
 
-    uri = tracking_uri(state_dir())
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    try:
-        MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-    except MlflowException as error:
-        raise ServerError(f"MLflow at {uri}", f"no answer ({str(error)[:200]})", None, "Is it up?") from error
-    return uri
+    return str(mlflow_client(tracking_uri(state_dir())).tracking_uri)
 
 
 def _prefect(recipe: Recipe) -> str:
@@ -132,7 +157,7 @@ def _prefect(recipe: Recipe) -> str:
 
     try:
         httpx.get(f"{url.rstrip('/')}/health", timeout=10).raise_for_status()
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"Prefect at {url}", f"no answer ({error})", None, "Is PREFECT_API_URL right?") from error
     return url
 

@@ -4,8 +4,11 @@ A user's own PREFECT_API_URL, MLFLOW_TRACKING_URI and AWS_ENDPOINT_URL always wi
 local stack (`eyas up`) when that runs, else to services that live as long as this command.
 """
 
+import contextlib
 import os
 from pathlib import Path
+
+from hidden_states.errors import RecipeError
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -27,8 +30,21 @@ QUIET = {
 
 
 def state_dir() -> Path:
-    """Where Eyas keeps what outlives a run: services' data, checkpoints, demo assets. `EYAS_HOME`, else ./.eyas"""
-    return Path(os.environ.get("EYAS_HOME", ".eyas")).resolve()
+    """Where Eyas keeps what outlives a run: services' data, checkpoints, demo assets. `EYAS_HOME`, else ./.eyas
+
+    Raises:
+        RecipeError: there is a file of that name, or it can be none.
+    """
+    folder = Path(os.environ.get("EYAS_HOME") or ".eyas").resolve()
+    try:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+    except OSError as error:
+        raise RecipeError(
+            "EYAS_HOME", f"it cannot be looked up ({error.strerror})", "a folder", "Name another."
+        ) from error
+    if not there.is_dir():
+        raise RecipeError(f"EYAS_HOME, {there}", "a file", "a folder, or a name that is free", "Name another.")
+    return folder
 
 
 def settle() -> None:
@@ -37,3 +53,5 @@ def settle() -> None:
         os.environ.setdefault(key, value)
     if "PREFECT_API_URL" not in os.environ:
         os.environ.setdefault("PREFECT_HOME", str(state_dir() / "prefect"))
+        with contextlib.suppress(OSError):  # Prefect makes the last folder only, and warns
+            Path(os.environ["PREFECT_HOME"]).parent.mkdir(parents=True, exist_ok=True)

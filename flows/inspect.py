@@ -1,6 +1,6 @@
 """`eyas inspect`: what a thing is, in words, and whether it is intact."""
 
-import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from flows.workshop import open_section
 from hidden_states.errors import RecipeError, Refusal
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
-from infra.recipe_file import load_recipe
+from infra.recipe_file import load_recipe, shortened
 from tasks.words import bytes_in_words, number
 
 SHOWN_SAMPLES = 3
@@ -36,9 +36,14 @@ def inspect_thing(thing: str, *, recipe: str | None, full: bool) -> dict[str, An
     loaded = load_recipe(recipe) if recipe else None
     if "://" in thing:
         return _dataset(thing, loaded, full)
-    path = Path(thing)
-    if not path.exists():
-        raise RecipeError(thing, "there is no such file or folder", None, "Give a path, or an s3:// or file:// URI.")
+    path, name = Path(thing), shortened(thing) or "''"
+    try:
+        os.stat(thing)
+    except (OSError, ValueError) as error:  # not there, no right to look, a name no file can have
+        found = "there is no such file or folder"
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            found = f"it cannot be looked up ({getattr(error, 'strerror', None) or error})"
+        raise RecipeError(name, found, None, "Give a path, or an s3:// or file:// URI.") from error
     if path.is_file() and path.suffix == ".safetensors":
         return _shard(path)
     if path.is_file() and path.suffix in CONVERSATIONS:
@@ -62,7 +67,14 @@ def _report(kind: str, facts: dict[str, Any], problems: list[str], **more: Any) 
 def _dataset(uri: str, recipe: Recipe | None, full: bool) -> dict[str, Any]:
     from hidden_states.dataset import Dataset
 
-    prefix, _, name = uri.rstrip("/").rpartition("/")
+    scheme, _, rest = uri.partition("://")
+    prefix, slash, name = rest.rstrip("/").rpartition("/")
+    if scheme not in ("s3", "file") or not slash or not name or (scheme == "s3" and not prefix):
+        raise RecipeError(
+            uri, "no dataset's URI", "s3://bucket/prefix/dataset or file:///folder/dataset",
+            "`eyas datasets list` shows those of a store.",
+        )  # fmt: skip
+    prefix = f"{scheme}://{prefix or '/'}"
     given = recipe.store.model_dump() if recipe else {}
     with open_section(StoreSection(**{**given, "uri": prefix})) as store:
         dataset = Dataset.open(store, name)
@@ -136,30 +148,31 @@ def _dumps(folder: Path, only: Path | None = None) -> dict[str, Any]:
 
 def _drafter(folder: Path, recipe: Recipe | None) -> dict[str, Any]:
     from drafter.inspect import inspect_drafter
+    from tasks.lineage import read_lineage
 
     found = inspect_drafter(folder, recipe.target.model_path if recipe else None)
-    facts = dict(found.facts)
-    lineage = folder / "lineage.json"
-    if lineage.is_file():
-        told = json.loads(lineage.read_text())
+    facts, problems = dict(found.facts), list(found.problems)
+    try:
+        told = read_lineage(folder)
+    except Refusal as error:
+        told = {}
+        problems.append(str(error))
+    if told:
         facts |= {k: told.get(k) for k in ("dataset_uri", "served_acceptance_length", "predicted_acceptance_length")}
     if recipe is None:
         facts["fits a target?"] = "not asked; give --recipe"
-    return _report("drafter", facts, found.problems)
+    return _report("drafter", facts, problems)
 
 
 def _conversations(path: Path, recipe: Recipe | None) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
     from hidden_states.conversations import read_conversations
     from hidden_states.samples import prepare, segments
+    from hidden_states.target_config import load_tokenizer
     from tasks.planning import sample_options
 
     if recipe is None:
         raise RecipeError(str(path), "a target's template renders conversations", "--recipe", "Add --recipe NAME.")
-    tokenizer = AutoTokenizer.from_pretrained(
-        recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
-    )
+    tokenizer = load_tokenizer(recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code)
     options = replace(sample_options(recipe.data), strict=False, max_bad_share=1.0)
     prepared = prepare(read_conversations(path, max_bad_share=1.0), tokenizer, options)
     told = prepared.report.as_dict()

@@ -9,7 +9,9 @@ Every row becomes a `Conversation` in one shape (OpenAI messages) or a `BadRow` 
 
 import gzip
 import hashlib
+import itertools
 import json
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -116,8 +118,22 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise DataError(str(path), f"cannot be read ({error.strerror})", "a JSONL or Parquet file") from error
     if head[:2] in _UTF16:
-        raise DataError(str(path), "encoded in UTF-16", "UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8.")
+        convert = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path.resolve()))}"
+        raise DataError(str(path), "encoded in UTF-16", "UTF-8", _other_file(path, "utf8", convert))
     yield from _parquet_values(path) if head == _PARQUET else _json_values(path, head)
+
+
+def _other_file(path: Path, added: str, command: str) -> str:
+    """The advice to convert a file: into one that is not there yet, since `>` empties one that is."""
+    stem = path.resolve().with_name(path.name.split(".")[0] or "conversations")
+    names = (stem.with_name(f"{stem.name}.{added}{n or ''}.jsonl") for n in itertools.count())
+    made = next(name for name in names if not name.exists())
+    return f"Convert it: {command} > {shlex.quote(str(made))} and name that file in the recipe's data.conversations."
+
+
+def _unpacked(path: Path, head: bytes) -> str:
+    reader = "zcat" if head[:2] == _GZIP else "zstdcat" if head == _ZSTD else "cat"
+    return f"{reader} {shlex.quote(str(path.resolve()))}"
 
 
 def _json_values(path: Path, head: bytes) -> Iterator[tuple[str, Any]]:
@@ -135,7 +151,7 @@ def _json_values(path: Path, head: bytes) -> Iterator[tuple[str, Any]]:
                     str(path),
                     "one JSON array",
                     "one JSON object a line (JSONL)",
-                    f"Convert it: jq -c '.[]' {path.name} > {path.stem}.jsonl",
+                    _other_file(path, "lines", f"{_unpacked(path, head)} | jq -c '.[]'"),
                 )
             yield where, value
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:

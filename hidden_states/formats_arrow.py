@@ -38,13 +38,16 @@ class Speculators(Format):
             ids, states = data["token_ids"], data["hidden_states"]
         except (SafetensorError, OSError, KeyError) as error:
             raise self.refuse(path, f"it cannot be read ({error})", "token_ids [S], hidden_states [S,A+1,H]") from error
-        if states.dim() != 3 or states.shape[1] < 2 or len(states) != len(ids):
-            raise self.refuse(path, f"hidden_states {list(states.shape)} of {len(ids)} tokens", "[S,A+1,H]")
+        if ids.dim() != 1 or states.dim() != 3 or states.shape[1] < 2 or len(states) != len(ids):
+            raise self.refuse(path, f"hidden_states {list(states.shape)} of tokens {list(ids.shape)}", "[S,A+1,H], [S]")
         tokens, masks = _rows(folder)
-        row = int(path.stem.removeprefix("hs_"))
+        number = path.stem.removeprefix("hs_")
+        row = int(number) if number.isdecimal() else len(tokens)
         if row >= len(tokens) or tokens[row].as_py() != ids.tolist():
-            raise self.refuse(path, f"its tokens are not those of row {row} of the Arrow table")
-        mask = torch.tensor(masks[row].as_py())
+            raise self.refuse(path, f"its tokens are not those of row {number} of the Arrow table")
+        mask = torch.tensor(masks[row].as_py() or [])
+        if mask.shape != ids.shape:
+            raise self.refuse(path, f"a loss mask of {list(mask.shape)} for {len(ids)} tokens", "one value a token")
         return ForeignSample(path.relative_to(folder).as_posix(), ids, mask, states[:, :-1], states[:, -1])
 
     def write(self, folder: Path, samples: Iterator[ForeignSample], count: int, vocab: VocabMap | None) -> None:

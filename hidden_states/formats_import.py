@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from hidden_states.convention import Convention, found_by
 from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import DatasetWriter
-from hidden_states.errors import DataError
-from hidden_states.fingerprint import Fingerprint, target_fields
+from hidden_states.errors import DataError, GateError, RecipeError
+from hidden_states.fingerprint import Field, Fingerprint, target_fields
 from hidden_states.formats import ForeignSample, Format
 from hidden_states.gate import NormCheck, Reference
 from hidden_states.plan import Batch, plan_batches
@@ -46,6 +47,18 @@ class ImportOptions:
     held_out_share: float = 0.05
     draft_vocab_size: int = 32000
 
+    def __post_init__(self) -> None:
+        blocks = self.after_block
+        for name, value, right, expected in (
+            ("--after-block", blocks, blocks is None or (blocks == tuple(sorted(set(blocks))) and blocks[:1] >= (0,)),
+             "ascending block numbers, from 0"),
+            ("--batch-tokens", self.batch_tokens, self.batch_tokens > 0, "1 at least"),
+            ("--held-out-share", self.held_out_share, 0 <= self.held_out_share < 1, "0 or more and less than 1"),
+            ("--draft-vocab-size", self.draft_vocab_size, self.draft_vocab_size > 0, "1 at least"),
+        ):  # fmt: skip
+            if not right:
+                raise RecipeError(name, f"{value}", expected, "Give another.")
+
 
 @dataclass
 class Imported:
@@ -63,18 +76,23 @@ def import_folder(
     Raises:
         DataError: a file is not of this format, or what the files leave unsaid is neither found nor told.
     """
-    files = format.files(folder)
+    if not folder.is_dir():
+        raise DataError(str(folder), "there is no such folder", f"a folder of {format.name}'s", "Correct the path.")
+    config, files = read_language_config(target), format.files(folder)
     if not files:
         raise format.refuse(
             folder, "no file of this format in it", (type(format).__doc__ or format.name).splitlines()[0]
         )
     first = format.read(files[0], folder)
+    _refuse_other_target(format, first, first, config)
     convention = _convention(format, first, target, options)
     say(f"{len(files)} files; {convention.in_words()}")
     samples: dict[str, Sample] = {}
     duplicates, places = [], {}
     for path in files:
-        sample = _sample(format, format.read(path, folder), options)
+        read = format.read(path, folder)
+        _refuse_other_target(format, read, first, config)
+        sample = _sample(format, read, options)
         if sample.id in samples:
             duplicates.append(sample.source)
             continue
@@ -82,7 +100,7 @@ def import_folder(
     dtype = str(first.final.dtype).removeprefix("torch.")
     fingerprint = Fingerprint(
         {
-            **target_fields(target), "after_block": list(convention.after_block), "final_norm": convention.final_norm,
+            **_target_fields(target), "after_block": list(convention.after_block), "final_norm": convention.final_norm,
             "dtype": dtype, "mask_rule": f"as in {format.name}'s files", "imported_from": format.name,
         }
     )  # fmt: skip
@@ -93,7 +111,7 @@ def import_folder(
         for batch in batches:
             if batch.id not in done:
                 writer.commit_batch(_pack(format, folder, batch, places, convention, Path(local) / "shard"))
-    vocabulary = int(max(int(first.input_ids.max()), _vocabulary(target) - 1)) + 1
+    vocabulary = config.get("vocab_size") or 1 + max(max(sample.input_ids) for sample in samples.values())
     counts = count_tokens(samples.values(), vocabulary)
     vocab = build_vocab_map(counts, min(options.draft_vocab_size, vocabulary))
     writer.commit_manifest(
@@ -135,7 +153,7 @@ def _convention(format: Format, first: ForeignSample, target: Path, options: Imp
     if told is not None and len(told) != first.aux.shape[1]:
         raise DataError(first.name, f"{first.aux.shape[1]} aux states a token", f"{len(told)}, one a block told")
     if options.reference:
-        found = found_by(Reference.load(target), first)
+        found = found_by(_reference(target), first)
         for what, said, true in (
             ("blocks", told, found.after_block), ("norm", options.final_norm, found.final_norm),
         ):  # fmt: skip
@@ -177,5 +195,42 @@ def _is_one(values_R: Tensor) -> bool:
     return bool(((values_R - 1).abs() <= _NORM_SLACK).float().mean() > 0.9)
 
 
-def _vocabulary(target: Path) -> int:
-    return int(read_language_config(target).get("vocab_size", 0))
+def _refuse_other_target(format: Format, read: ForeignSample, first: ForeignSample, config: dict[str, Any]) -> None:
+    """What shows at a glance that a file's states are not this target's, or not like those of the first file."""
+    ids, where = read.input_ids, f"{format.name}, {read.name}"
+    if not len(ids):
+        raise DataError(where, "no tokens", "one at least", "Leave the file out.")
+    do = "Give the target these states were captured from."
+    width, vocabulary = config.get("hidden_size"), config.get("vocab_size")
+    for name, value in (("hidden_size", width), ("vocab_size", vocabulary)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise DataError("the target's config.json", f"`{name}` is {value!r}", "a whole number above 0", do)
+    if width is not None and read.final.shape[1] != width:
+        raise DataError(where, f"{read.final.shape[1]} values a state", f"{width}, the target's hidden size", do)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        expected = "ids from 0" + (f" to {vocabulary - 1}, the target's vocabulary" if vocabulary else "")
+        raise DataError(where, f"tokens {low} to {high}", expected, do)
+    if read.aux.shape[1:] != first.aux.shape[1:]:
+        raise DataError(where, f"{list(read.aux.shape[1:])} aux values a token", f"{list(first.aux.shape[1:])}, as in "
+                        f"{first.name}", "Import the files of one capture.")  # fmt: skip
+
+
+def _reference(target: Path) -> Reference:
+    try:
+        return Reference.load(target)
+    except (RecipeError, DataError, GateError) as error:
+        raise DataError(
+            error.where, error.found, error.expected,
+            "Give the whole target, or tell what it would be asked: --no-reference --after-block K ...",
+        ) from error  # fmt: skip
+
+
+def _target_fields(target: Path) -> dict[str, Field]:
+    try:
+        return target_fields(target)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            str(target), f"its tokenizer's files cannot be read ({error})", "a complete Hugging Face folder",
+            "Copy the model again, with all its files.",
+        ) from error  # fmt: skip

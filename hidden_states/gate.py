@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from eyas_capture import contract
 from hidden_states.dump import Dump
 from hidden_states.errors import GateError
-from hidden_states.target_config import read_language_config
+from hidden_states.target_config import loading, read_language_config
 from hidden_states.weights import TargetWeights
 
 _TOLERANCE = {torch.float32: (1e-3, 0.02), torch.float16: (0.01, 0.1), torch.bfloat16: (0.05, 0.25)}
@@ -99,10 +99,15 @@ class Reference:
 
     @classmethod
     def load(cls, target_folder: Path | str, *, trust_remote_code: bool = False) -> "Reference":
-        """Load the target's weights, as float32."""
-        model = AutoModelForCausalLM.from_pretrained(
-            str(target_folder), dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        """Load the target's weights, as float32.
+
+        Raises:
+            RecipeError, DataError: transformers cannot load them, or may not run the folder's own code.
+        """
+        with loading("model", target_folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                str(target_folder), dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
         return cls(model, Path(target_folder))
 
     @staticmethod
@@ -223,7 +228,15 @@ class NormCheck:
         """The final state before its norm, up to a factor per row (divided by the norm's weights), and its columns.
 
         Some norms (Gemma's, Qwen3-Next's) multiply by 1 + weight: whichever gives the more normed rows is taken.
+
+        Raises:
+            GateError: the rows are not as wide as the norm.
         """
+        if final_RH.shape[-1] != len(self.weight_H):
+            raise GateError(
+                "final state", f"{final_RH.shape[-1]} values a row", f"{len(self.weight_H)}, as the target's norm",
+                "Give the target these states were captured from.",
+            )  # fmt: skip
         made = []
         for scale_H in (self.weight_H, 1 + self.weight_H):
             keep_H = scale_H.abs() > 1e-3 * scale_H.abs().max()  # the rest cannot be divided by

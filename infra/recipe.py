@@ -4,17 +4,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch's generators take
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # one folder, and no option of a command: as hidden_states/dataset_writer.py
 
 
 class Section(BaseModel):
-    """Base of every part of a recipe: unknown keys and silent conversions are errors."""
+    """Base of every part of a recipe: unknown keys, silent conversions, infinities and NaN are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Target(Section):
@@ -139,7 +142,7 @@ class Store(Section):
 
 class DatasetSection(Section):
     name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]+$", description="left out = the recipe's name; versions are counted below it"
+        None, pattern=NAME, description="left out = the recipe's name; versions are counted below it"
     )
     on_complete: Literal["reuse", "new"] = Field(
         "reuse", description="a run whose dataset is already complete uses it, or makes a new version"
@@ -181,7 +184,7 @@ class Train(Section):
     eval_every: Positive = Field(500, description="optimiser steps between evaluations on the held-out split")
     checkpoint_every: Positive = Field(500, description="optimiser steps between checkpoints")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products; weights stay float32")
-    seed: int = Field(0, description="of the first weights and of the order of samples")
+    seed: Seed = Field(0, description="of the first weights and of the order of samples")
 
     @model_validator(mode="after")
     def _bounded(self) -> "Train":
@@ -193,7 +196,7 @@ class Train(Section):
 class PromptSet(Section):
     """One further set of prompts a drafter is judged on."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=NAME)]
     path: str
     version: str = "1"
     domain: str | None = None
@@ -252,6 +255,16 @@ class Evaluate(Section):
             raise ValueError(f"`required` names {', '.join(unknown)}; the sets are {', '.join(names)}")
         return self
 
+    @model_validator(mode="after")
+    def _bound_can_be_met(self) -> "Evaluate":
+        most, bound = self.num_steps + 1, self.min_acceptance_length
+        if bound is not None and bound > most:
+            raise ValueError(
+                f"`min_acceptance_length` {bound:g} can never be met: {self.num_steps} tokens drafted (`num_steps`) "
+                f"make an acceptance length of at most {most}"
+            )
+        return self
+
 
 class Register(Section):
     model_name: str | None = Field(None, description="registered model in MLflow; left out = eagle3-<target's name>")
@@ -273,7 +286,7 @@ class Schedule(Section):
 class Recipe(Section):
     """Everything one run needs. See docs/recipe.md for the keys in words."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=NAME)]
     target: Target
     server: Server
     capture: Capture
@@ -286,6 +299,17 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     register_: Register = Field(default=Register(), alias="register")
     schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _some_store(self) -> "Recipe":  # not of the section: `eyas datasets` lets the store itself refuse
+        uri = self.store.uri
+        parts = urlsplit(uri)
+        if "@" in uri:  # not repeated: what stands before the @ may be a secret
+            raise ValueError("user info (`...@`) in `store.uri`; put credentials into `store.profile` or environment")
+        local = parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
+        if not local and not (parts.scheme == "s3" and parts.netloc):
+            raise ValueError(f"`store.uri` {uri!r} is no store; s3://bucket/prefix and file:///absolute/folder are")
+        return self
 
     @model_validator(mode="after")
     def _something_serves(self) -> "Recipe":

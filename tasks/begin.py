@@ -30,7 +30,7 @@ def plan_run(job: Job) -> None:
     """Count, refuse what cannot work, choose the dataset's version, open the MLflow run."""
     recipe, log = job.recipe, get_run_logger()
     job.plan = make_plan(recipe)
-    job.store.probe()
+    job.store.require_conditional_put()  # every shard is put so; asking is a round trip through the store
     identity = plan_identity(recipe, job.plan.prompts, job.plan.samples)
     job.ledger = Ledger.choose(job.store, recipe.dataset.name or recipe.name, identity, recipe.dataset.on_complete)
     job.objects_before = set(job.ledger.objects())

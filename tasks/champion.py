@@ -9,6 +9,7 @@ Every move is kept in the registered model's tag `champion.history`, so that one
 """
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,16 +17,16 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
-from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 
 from drafter.diagnosis import DTYPE
-from hidden_states.errors import DatasetError, Refusal
+from hidden_states.errors import DatasetError, Refusal, ServerError
 from tasks.comparison import Side
 from tasks.evaluation import compare
 from tasks.events import CHAMPION_MOVED, emit
 from tasks.intervals import FEWEST, Paired
 from tasks.job import Job, need
+from tasks.mlflow_client import asking
 from tasks.serving import evaluate, put_figures
 from tasks.stale import keep_measurement, staleness
 from tasks.step import step
@@ -53,11 +54,9 @@ class Champions:
     def version(self) -> str | None:
         """The champion's version; None when there is none."""
         try:
-            return str(self.client.get_model_version_by_alias(self.model, CHAMPION).version)
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
+            return self.named(CHAMPION)
+        except DatasetError:
+            return None
 
     def named(self, alias: str) -> str:
         """The version an alias points at.
@@ -65,22 +64,23 @@ class Champions:
         Raises:
             DatasetError: there is no such alias.
         """
-        try:
+        with self._asking(f"{self.model}@{alias}", "no such alias"):
             return str(self.client.get_model_version_by_alias(self.model, alias).version)
-        except MlflowException as error:
-            raise DatasetError(f"{self.model}@{alias}", "no such alias", None, "MLflow's page lists them.") from error
 
     def history(self) -> list[Move]:
-        """Every move so far, oldest first."""
-        try:
+        """Every move so far, oldest first.
+
+        Raises:
+            DatasetError: there is no such model, or its tag was written by hand.
+        """
+        with self._asking(self.model, "no registered model of this name"):
             tags = self.client.get_registered_model(self.model).tags
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        try:
+            return [Move(**entry) for entry in json.loads(tags.get(HISTORY, "[]"))]
+        except (ValueError, TypeError) as error:
             raise DatasetError(
-                self.model, "no registered model of this name", None, "MLflow's page lists them: `eyas up`."
+                f"{self.model}, tag {HISTORY}", f"not a history ({error})", "a JSON list of moves", "Delete the tag."
             ) from error
-        return [Move(**entry) for entry in json.loads(tags.get(HISTORY, "[]"))]
 
     def move(self, version: str, by: str, why: str) -> None:
         """Make a version the champion; Prefect hears of it.
@@ -89,15 +89,12 @@ class Champions:
             DatasetError: there is no such version.
         """
         history, before = self.history(), self.version
-        try:
+        with self._asking(f"{self.model} version {version}", "no such version"):
             self.client.get_model_version(self.model, version)
-        except MlflowException as error:
-            raise DatasetError(
-                f"{self.model} version {version}", "no such version", None, "MLflow's page lists them: `eyas up`."
-            ) from error
-        self.client.set_registered_model_alias(self.model, CHAMPION, version)
+            self.client.set_registered_model_alias(self.model, CHAMPION, version)
         history.append(Move(version, datetime.now(UTC).isoformat(timespec="seconds"), by, why))
-        self.client.set_registered_model_tag(self.model, HISTORY, json.dumps([asdict(move) for move in history]))
+        with self._asking(self.model, "no registered model of this name"):
+            self.client.set_registered_model_tag(self.model, HISTORY, json.dumps([asdict(move) for move in history]))
         emit(CHAMPION_MOVED, f"model/{self.model}", version=version, before=before, by=by, why=why)
 
     def back(self, why: str) -> str:
@@ -120,18 +117,25 @@ class Champions:
             DatasetError: there is no such version.
         """
         client, tracking = self.client, self.client.tracking_uri
-        try:
+        with self._asking(f"{self.model} version {version}", "no such version"):
             source = client.get_model_version_download_uri(self.model, version)
             newest = client.get_model_version(self.model, version).tags.get("evaluation.source")
-        except MlflowException as error:
-            raise DatasetError(
-                f"{self.model} version {version}", "no such version", None, "MLflow's page lists them: `eyas up`."
-            ) from error
         folder.mkdir(parents=True, exist_ok=True)
-        found = Path(download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracking))
-        if newest is not None:
-            download_artifacts(artifact_uri=newest, dst_path=str(found), tracking_uri=tracking)
+        try:
+            with self._asking(f"{self.model} version {version}", "its files are not there"):
+                found = Path(download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracking))
+                if newest is not None:
+                    download_artifacts(artifact_uri=newest, dst_path=str(found), tracking_uri=tracking)
+        except ServerError as error:  # MLflow has just answered: it is the files
+            raise DatasetError(
+                f"{self.model} version {version}", f"its files cannot be fetched: {error.found}", f"them in {source}",
+                "Was the folder of MLflow's artifacts moved?",
+            ) from error  # fmt: skip
         return found
+
+    def _asking(self, where: str, found: str) -> AbstractContextManager[None]:
+        do = "MLflow's page lists what there is: `eyas up`."
+        return asking(self.client.tracking_uri, DatasetError(where, found, None, do))
 
 
 def model_name(job: Job) -> str:

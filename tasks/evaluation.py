@@ -185,7 +185,7 @@ class Evaluation:
             return cls.of(name, data["settings"], records, data.get("prediction"))
         except FileNotFoundError:
             raise DatasetError(name, f"no {FILE} in its folder", "a drafter that was served", again) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DatasetError(str(path), f"unusable ({error!r})", "an evaluation written by Eyas") from error
 
     def write(self, folder: Path) -> Path:

@@ -13,9 +13,23 @@ FILE = "lineage.json"
 
 
 def read_lineage(folder: Path) -> dict[str, Any]:
-    """Of a drafter's folder; empty for a drafter from elsewhere."""
+    """Of a drafter's folder; empty for a drafter from elsewhere.
+
+    Raises:
+        DatasetError: the record is damaged.
+    """
     path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.exists():
+        return {}
+    try:
+        lineage = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(str(path), f"it cannot be read ({error})", "a JSON object", "Export it again.") from error
+    if not isinstance(lineage, dict):
+        raise DatasetError(
+            str(path), f"no object ({type(lineage).__name__})", "a JSON object", "Export the drafter again."
+        )
+    return lineage
 
 
 def drafters_of(manifest_digest: str, tracking_uri: str) -> list[str]:

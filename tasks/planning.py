@@ -1,11 +1,12 @@
 """The plan: what a run will take, and everything that can be refused before it starts."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hidden_states.conversations import read_conversations
+from hidden_states.conversations import BadRow, Conversation, read_conversations
 from hidden_states.errors import DataError, RecipeError
 from hidden_states.mask_rule import MaskRule
 from hidden_states.plan import bytes_per_token
@@ -13,8 +14,8 @@ from hidden_states.prompts import Prompt, prepare_prompts
 from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
-from hidden_states.target_config import read_language_config
-from infra.recipe import Data, Recipe
+from hidden_states.target_config import load_tokenizer, read_language_config
+from infra.recipe import Data, PromptSet, Recipe
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,21 @@ class TargetShape:
             )  # fmt: skip
         try:
             config = read_language_config(folder)
-            stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-            return cls(
-                config["hidden_size"], config["num_hidden_layers"], config["vocab_size"],
-                config.get("max_position_embeddings"), stated if dtype == "auto" else dtype,
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(
-                str(path), f"unusable ({error!r})", "a model's config", "Is the folder complete?"
-            ) from error
+        except DataError as error:
+            raise RecipeError(error.where, error.found, error.expected, error.do) from error
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"):
+            value = config.get(name)
+            if name == "max_position_embeddings" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RecipeError(
+                    str(path), f"`{name}` is {value!r}", "a whole number above 0", "Is this the target's own config?"
+                )
+        stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return cls(
+            config["hidden_size"], config["num_hidden_layers"], config["vocab_size"],
+            config.get("max_position_embeddings"), str(stated) if dtype == "auto" else dtype,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,10 @@ def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
     prompts: list[Prompt]
     samples: list[Sample]
     report: Report | None
+    if recipe.schedule.cron is not None:
+        from tasks.schedule import schedule  # Prefect takes 2 s, which a plan does not need otherwise
+
+        schedule(recipe)
     folder = Path(recipe.target.model_path)
     stated = recipe.target.hidden_size is not None and recipe.target.num_blocks is not None
     if on_paper and stated and not folder.exists():
@@ -132,6 +143,8 @@ def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
     else:
         shape, missing = TargetShape.read(folder, recipe.target.dtype), []
         _refuse_impossible(recipe, shape)
+        for found in recipe.evaluate.sets if recipe.evaluate.enabled else []:
+            read_set(found, recipe, shape)
         prompts, samples, report, rule = _prepare(recipe, shape)
         tokens = sum(len(s) for s in samples) + sum(len(p.ids) + recipe.regenerate.max_new_tokens for p in prompts)
     _refuse_blocks(recipe, shape)
@@ -159,18 +172,50 @@ def sample_options(data: Data) -> SampleOptions:
     )
 
 
-def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sample], Report, MaskRule | None]:
-    from transformers import AutoTokenizer  # 2 s: after the cheap refusals
+def read_set(section: PromptSet, recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[str]]:
+    """A prompt set's usable prompts in the order of their digests, and the ids of all its rows.
 
+    Raises:
+        DataError: the file cannot be read, or nothing of it can be served.
+    """
+    where = f"prompt set {section.name}, {section.path}"
+    room = None if shape.context is None else shape.context - recipe.evaluate.max_new_tokens
+    options = replace(
+        sample_options(recipe.data), max_tokens=room, when_too_long="skip", strict=True, vocab_size=shape.vocab_size
+    )
+    content: list[str] = []
+
+    def rows() -> Iterator[Conversation | BadRow]:
+        for row in read_conversations(section.path, strict=True):
+            if isinstance(row, Conversation):
+                if section.domain is not None and row.domain not in (None, section.domain):
+                    continue
+                content.append(row.id)
+            yield row
+
+    tokenizer = load_tokenizer(recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code)
+    try:
+        prepared = prepare_prompts(rows(), tokenizer, options)
+    except DataError as error:
+        at = "" if error.where == section.path else f"{error.where}: "
+        do = "Correct the file, or take the set out of evaluate.sets; every row of a set must be usable."
+        raise DataError(where, f"{at}{error.found}", error.expected, do) from error
+    if not prepared.prompts:
+        domain = f" of domain {section.domain}" if section.domain else ""
+        reasons = f" ({prepared.report.in_words()})" if prepared.report.rows else ""
+        do = "Correct the path or the domain, or take the set out of evaluate.sets."
+        raise DataError(where, f"no usable prompt{domain}{reasons}", "at least one", do)
+    return prepared.prompts, content
+
+
+def _prepare(recipe: Recipe, shape: TargetShape) -> tuple[list[Prompt], list[Sample], Report, MaskRule | None]:
     data, most = recipe.data, recipe.data.max_conversations
 
     def rows() -> Any:
         for path in data.conversations:
             yield from read_conversations(path, strict=data.strict, max_bad_share=data.max_bad_share)
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code
-    )
+    tokenizer = load_tokenizer(recipe.target.model_path, trust_remote_code=recipe.target.trust_remote_code)
     room = data.max_tokens - (recipe.regenerate.max_new_tokens if recipe.regenerate.enabled else 0)
     options = replace(sample_options(data), max_tokens=room, vocab_size=shape.vocab_size)
     conversations: Any = rows()
@@ -239,9 +284,14 @@ def _refuse_blocks(recipe: Recipe, shape: TargetShape) -> None:
 
 def _refuse_small_disk(plan: Plan) -> None:
     place = Path(plan.recipe.server.dump_dir or ".").resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    try:
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise RecipeError(
+            "server.dump_dir", f"it cannot be looked up ({error.strerror})", "a folder", "Name another."
+        ) from error
     if free < plan.local_bytes:
         raise RecipeError(
             f"disk of {place}", f"{free:,} bytes free", f"{plan.local_bytes:,} bytes for the batches in work",

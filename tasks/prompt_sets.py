@@ -7,7 +7,6 @@ too little is left is refused.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from eyas_capture import contract
-from hidden_states.conversations import BadRow, Conversation, read_conversations
 from hidden_states.dataset import Dataset
 from hidden_states.errors import DataError
 from hidden_states.manifest import HELD_OUT as HELD_OUT_SPLIT
-from hidden_states.prompts import prepare_prompts
 from hidden_states.trained_prompts import trained_prompts
 from infra.recipe import PromptSet as Section
 from infra.recipe import Recipe
-from tasks.planning import TargetShape, sample_options
+from tasks.planning import TargetShape, read_set
 
 HELD_OUT = "held-out"
 
@@ -88,30 +85,9 @@ def held_out_set(dataset: Dataset, trained: frozenset[str], most: int) -> Prompt
 
 def _from_file(section: Section, recipe: Recipe) -> PromptSet:
     """A set of the recipe, in the order of its prompts' token digests."""
-    from transformers import AutoTokenizer  # 2 s, and only where the recipe has such sets
-
-    target, where = recipe.target, f"prompt set {section.name}, {section.path}"
-    tokenizer = AutoTokenizer.from_pretrained(target.model_path, trust_remote_code=target.trust_remote_code)
-    shape = TargetShape.read(Path(target.model_path), target.dtype)
-    room = None if shape.context is None else shape.context - recipe.evaluate.max_new_tokens
-    options = replace(
-        sample_options(recipe.data), max_tokens=room, when_too_long="skip", strict=True, vocab_size=shape.vocab_size
-    )
-    content: list[str] = []
-
-    def rows() -> Iterator[Conversation | BadRow]:
-        for row in read_conversations(section.path, strict=True):
-            if isinstance(row, Conversation):
-                if section.domain is not None and row.domain not in (None, section.domain):
-                    continue
-                content.append(row.id)
-            yield row
-
-    prepared = prepare_prompts(rows(), tokenizer, options)
-    if not prepared.prompts:
-        domain = f" of domain {section.domain}" if section.domain else ""
-        raise DataError(where, f"no usable prompt{domain}", "at least one", "Correct the path or the domain.")
-    prompts = [ServedPrompt(p.ids, p.digest, p.source) for p in prepared.prompts]
+    shape = TargetShape.read(Path(recipe.target.model_path), recipe.target.dtype)
+    read, content = read_set(section, recipe, shape)
+    prompts = [ServedPrompt(p.ids, p.digest, p.source) for p in read]
     return PromptSet(section.name, section.version, _digest(content), section.domain or section.name, prompts)
 
 

@@ -111,7 +111,8 @@ def test_files_and_services_that_the_papers_start_exist(words: str) -> None:
 
 @pytest.mark.parametrize("words", ours("prefect"))
 def test_every_prefect_command_in_the_papers_is_one_of_those_tried(words: str) -> None:
-    known = ("--no-prompt deploy", "worker start", "work-pool create", "automation create", "flow-run retry")
+    known = ("--no-prompt deploy", "worker start", "work-pool create", "automation create", "flow-run retry",
+             "gcl update")  # fmt: skip
     assert words.startswith(known), words
 
 

@@ -185,7 +185,7 @@ def test_a_schedule_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     from flows.deployments import deployments
 
     recipe = tiny_recipe(tmp_path, schedule={"cron": "every night"})
-    with pytest.raises(RecipeError, match="`schedule`"):
+    with pytest.raises(RecipeError, match=r"`schedule\.cron`"):
         deployments([str(recipe)])
 
 

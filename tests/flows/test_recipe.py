@@ -4,11 +4,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from hidden_states.errors import RecipeError
+from hidden_states.dataset_writer import check_name
+from hidden_states.errors import DatasetError, RecipeError, StoreError
+from hidden_states.store import open_store
 from infra.recipe_file import RECIPES, load_recipe
 
 SHIPPED = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+NUMBERS = sorted(
+    {key for key, value in load_recipe("demo-smollm2").flat().items() if isinstance(value, float)}
+    | {"train.max_seconds", "evaluate.min_acceptance_length"}
+)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -59,12 +66,83 @@ def test_a_misspelt_key_names_the_one_that_was_meant(key: str) -> None:
         ("evaluate.sampling={temperature: 0.7}", r"on a CPU SGLang verifies greedily"),
         ("evaluate.sampling={top_p: 0.7}", r"`evaluate\.sampling\.temperature`: missing"),
         ("nothing", r"it has no `=`"),
+        ("=3", r"override '=3': no key before the `=`"),
+        (".=1", r"the key `\.` has an empty part"),
+        ("train..lr=1", r"the key `train\.\.lr` has an empty part"),
+        ("train.=1", r"the key `train\.` has an empty part"),
         ("name.x=1", r"`name` is not a section"),
+        ("train=1", r"`train`: 1 \(int\); expected a section: a mapping of keys"),
+        ("register=[1]", r"`register`: \[1\] \(list\); expected a section"),
+        ("capture.servers=[1]", r"`capture\.servers\.0`: 1 \(int\); expected a section"),
+        ("server.flags=1", r"`server\.flags`: 1 \(int\); expected a mapping of keys"),
+        ("server.env={1: a}", r"the key 1 is no word"),
+        ("data.conversations=[]", r"expected one entry at least"),
+        ("train.lr=2026-13-45", r"2026-13-45 looks like a date and is none"),
+        ("train.lr=" + "9" * 5000, r"looks like an integer and is none"),
+        ("train.lr=" + "[" * 3000, r"nested too deeply"),
+        ("train.lr=[", r"not readable as YAML"),
+        ("name=" + "x y" * 2000, r"`name`: 'x y.*\.\.\. \(6,002 characters\)"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_was_expected(override: str, says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(RecipeError, match=says) as refusal:
         load_recipe("demo-smollm2", [override])
+    said = str(refusal.value)
+    assert len(said) < 600 and "\n" not in said
+    assert not re.search(r"instance of|dictionary|Input should|unicode string|Traceback|pydantic", said)
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400"])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_is_infinite_or_none(key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(key)):
+        load_recipe("demo-smollm2", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**400])
+def test_a_seed_is_what_the_generators_take(seed: int) -> None:
+    with pytest.raises(RecipeError, match=r"train\.seed"):
+        load_recipe("demo-smollm2", [f"train.seed={seed}"])
+    for possible in (2**64 - 1, -(2**63)):
+        torch.Generator().manual_seed(load_recipe("demo-smollm2", [f"train.seed={possible}"]).train.seed)
+
+
+@pytest.mark.parametrize("name", ["-x", "..", ".", ".hidden", "_", "a/b", "a b", "", "ü", "a", "0", "A.b_c-d", "a.."])
+def test_a_name_is_one_that_the_dataset_writer_takes(name: str) -> None:
+    """The dataset's, the recipe's (which is the dataset's where that has none), and a prompt set's."""
+    for given in (f"dataset.name={name!r}", f"name={name!r}", f"evaluate.sets=[{{name: {name!r}, path: p}}]"):
+        more = ["evaluate.required=null"]
+        try:
+            check_name(name)
+        except DatasetError:
+            with pytest.raises(RecipeError, match="name"):
+                load_recipe("demo-smollm2", [given, *more])
+        else:
+            load_recipe("demo-smollm2", [given, *more])
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["foo", "", "s3://", "s3:///x", "s3:x", "http://x", "file://x", "file:x", "/data", "gs://b/x", "s3://u:p@b/x",
+     "s3://b", "s3://b/x/y", "file:///data/x"],
+)  # fmt: skip
+def test_a_store_is_one_that_can_be_opened(uri: str) -> None:
+    try:
+        open_store(uri)
+    except StoreError:
+        with pytest.raises(RecipeError, match=r"`store\.uri`") as refusal:
+            load_recipe("demo-smollm2", [f"store.uri={uri!r}"])
+        assert "u:p" not in str(refusal.value)
+    else:
+        assert load_recipe("demo-smollm2", [f"store.uri={uri!r}"]).store.uri == uri
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_bound_on_acceptance_is_one_that_can_be_met(steps: int) -> None:
+    drafted = f"evaluate.num_steps={steps}"
+    load_recipe("demo-smollm2", [drafted, f"evaluate.min_acceptance_length={steps + 1}"])
+    with pytest.raises(RecipeError, match=f"can never be met.*at most {steps + 1}"):
+        load_recipe("demo-smollm2", [drafted, f"evaluate.min_acceptance_length={steps + 1.01}"])
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
@@ -74,7 +152,72 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load_recipe(str(file))
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "just words", "a: [", "\x00", ""])
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ("? [1, 2]\n: 3\n", "a key is a sequence, not a word"),
+        ("? {a: 1}\n: 3\n", "a key is a mapping, not a word"),
+        ("? !!set {a}\n: 3\n", "a key is a mapping"),
+        ("&a [*a]: 3\n", "a key is a sequence"),
+        ("3: 4\n", "the key 3 is no word"),
+        ("yes: 4\n", "the key yes is no word"),
+        ("2026-13-45: 4\n", "2026-13-45 looks like a date and is none"),
+        ("x: 2026-13-45\n", "2026-13-45 looks like a date and is none"),
+        ("x: 2026-11-30 99:00:00\n", "looks like a date and is none"),
+        ("x: !!timestamp x\n", "looks like a date and is none"),
+        ("x: !!int x\n", "looks like an integer and is none"),
+        ("x: !!float x\n", "looks like a number and is none"),
+        ("x: !!bool x\n", "looks like true or false and is none"),
+        ("x: !!python/object:os.system 1\n", "could not determine a constructor"),
+        ("x: &x [*x]\n", "recursive"),
+        ("x: *nowhere\n", "found undefined alias"),
+        ("<<: 3\n", "for merging"),
+        ("<<: *nowhere\n", "found undefined alias"),
+        ("name: again\n", "key 'name' is given twice"),
+    ],
+)
+def test_yaml_that_is_no_recipe_is_refused_with_its_line(added: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    text = (RECIPES / "demo-smollm2.yaml").read_text()
+    file.write_text(text + added)
+    with pytest.raises(RecipeError, match=re.escape(says)) as refusal:
+        load_recipe(str(file))
+    assert f"line {text.count(chr(10)) + 1}: " in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_merge_key_brings_what_the_mapping_does_not_say_itself(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    text = (RECIPES / "demo-smollm2.yaml").read_text()
+    assert "capture:" in text
+    two = "\n  servers:\n    - &one {dump_dir: a, env: {A: a}}\n    - {<<: *one, dump_dir: b}"
+    file.write_text(re.sub(r"(?m)^capture:.*$", lambda match: match[0] + two, text))
+    first, second = load_recipe(str(file)).capture.servers
+    assert (first.dump_dir, second.dump_dir, second.env) == ("a", "b", {"A": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("x" * 5000, "it cannot be looked up"), ("/" + "x/" * 3000, "it cannot be looked up"), ("", "no such recipe"),
+        ("a\0b", "no such recipe"), (".", "it is a folder"), ("..", "it is a folder"), ("nowhere/x", "no such recipe"),
+    ],
+    ids=["long", "long-path", "empty", "nul", "folder", "parent", "nowhere"],
+)  # fmt: skip
+def test_a_name_that_leads_to_no_recipe_is_refused(name: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says) as refusal:
+        load_recipe(name)
+    assert ", ".join(SHIPPED) in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_a_folder_called_like_a_shipped_recipe_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo-smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("demo-smollm2").name == "demo-smollm2"
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just words", "a: [", "\x00", "", "[" * 3000])
 def test_a_file_that_is_no_recipe_is_refused_not_crashed_on(content: str, tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(content)

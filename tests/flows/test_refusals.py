@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_proxy import poor_store
 from tests.flows.runs import CHECKOUT, Place, tiny_recipe
 
 CASES = CHECKOUT / "tests" / "cases"
@@ -110,6 +111,24 @@ def test_a_bucket_that_cannot_be_written_ends_the_run_before_a_server_starts(pla
     file.write_text("")
     recipe = tiny_recipe(place.folder, store={"uri": f"file://{file}/datasets"})
     assert str(file) in refused(place, "run", str(recipe), code=6)
+    assert not list(place.folder.glob("runs/*/sglang*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["doctor", "run"])
+def test_a_bucket_in_which_a_second_put_overwrites_is_refused_before_a_server_starts(
+    place: Place, command: str
+) -> None:
+    """Every shard is put so that it cannot overwrite another's: the first upload would fail, after hours."""
+    place.env |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    with poor_store() as url:
+        recipe = str(tiny_recipe(place.folder, store={"uri": "s3://bucket/x", "endpoint_url": url}))
+        if command == "run":
+            said = refused(place, "run", recipe, code=6)
+        else:
+            status, said = place.run("doctor", recipe)
+            assert status != 0 and "FAIL  store " in said
+    assert "a second put with If-None-Match overwrote the first" in said
     assert not list(place.folder.glob("runs/*/sglang*.log"))
 
 

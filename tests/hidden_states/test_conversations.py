@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,29 @@ def test_a_file_that_is_not_conversations_is_refused(content: bytes, found: str,
     path.write_bytes(content)
     with pytest.raises(DataError, match=found):
         read(path)
+
+
+@pytest.mark.skipif(any(shutil.which(tool) is None for tool in ("jq", "zcat", "zstdcat", "iconv")), reason="no jq")
+@pytest.mark.parametrize("kind", ["plain", "gz", "zst", "utf-16"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.lines.jsonl", "x.jsonl.gz", "x", "two words'.jsonl"])
+def test_the_command_that_converts_a_file_works_and_harms_no_file(kind: str, name: str, tmp_path: Path) -> None:
+    """It is pasted by people: `>` empties its target before the reader starts."""
+    utf16 = kind == "utf-16"
+    path = tmp_path / name
+    text = json.dumps(ROW) if utf16 else json.dumps([ROW, ROW], indent=1)
+    path.write_bytes(text.encode("utf-16") if utf16 else compress(kind, text.encode()))
+    other = tmp_path / f"{name.partition('.')[0]}.{'utf8' if utf16 else 'lines'}.jsonl"
+    if other != path:
+        other.write_text("another file of the user's")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(DataError) as refusal:
+        read(path)
+    command, _, rest = refusal.value.do.removeprefix("Convert it: ").partition(" and name that file")
+    assert "data.conversations" in rest
+    subprocess.run(["bash", "-c", command], check=True, cwd="/")  # full paths: it works from any folder
+    assert {file: file.read_bytes() for file in before} == before
+    (made,) = set(tmp_path.iterdir()) - set(before)
+    assert len(usable(made)) == (1 if utf16 else 2)
 
 
 def test_a_missing_file_a_folder_and_foreign_columns_are_refused(tmp_path: Path) -> None:
