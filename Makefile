@@ -34,7 +34,7 @@ test: setup check
 	@$(VENV)/bin/python -m infra.demo
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-# What a run under a real Prefect server goes through: schedules, kills, retries; two hosts; a server that dies (8 minutes).
+# Every command of the papers; schedules, kills, retries under a real Prefect server; a work pool; two hosts (35 minutes).
 test-long: setup
 	@$(VENV)/bin/python -m infra.demo
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long
