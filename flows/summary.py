@@ -118,7 +118,7 @@ def print_evaluation(summary: dict[str, Any]) -> None:
         console.print(f"its last evaluation was stale: {change}", markup=False)
     print_verdict(console, s)
     print_prediction(console, s["prediction"])
-    console.print(f"evaluation: {s['evaluation_path']}; MLflow run {s['mlflow_run_id']}", markup=False)
+    console.print(f"evaluation: {s['evaluation_path']}; MLflow run {s['mlflow_run_id']}", markup=False, soft_wrap=True)
 
 
 def print_prediction(console: Console, found: dict[str, Any]) -> None:
