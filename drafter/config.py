@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hidden_states.errors import DataError, TrainingError
-from hidden_states.target_config import language_config, read_config
+from hidden_states.target_config import is_size, language_config, read_config
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -125,7 +125,7 @@ class DrafterConfig:
             )  # fmt: skip
         architecture = (target_config.get("architectures") or text.get("architectures") or ["unknown"])[0]
         sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
-        if wrong := [f"`{name}` is {text.get(name)!r}" for name in sizes if not _is_size(text.get(name))]:
+        if wrong := [f"`{name}` is {text.get(name)!r}" for name in sizes if not is_size(text.get(name))]:
             raise TrainingError("target config", ", ".join(wrong), "whole numbers above 0", "Is the folder complete?")
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         latent = None
@@ -179,10 +179,6 @@ class DrafterConfig:
     def from_json(cls, text: str) -> "DrafterConfig":
         """Reads what `to_json` wrote."""
         return cls(**json.loads(text))
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def read_target_config(folder: str | Path) -> dict[str, Any]:

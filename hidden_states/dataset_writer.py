@@ -14,7 +14,7 @@ from typing import Any
 
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
-from hidden_states.manifest import HELD_OUT, TRAIN, Blob, Manifest, ShardRecord, Sidecar, samples_table
+from hidden_states.manifest import HELD_OUT, TRAIN, Blob, Manifest, ShardRecord, Sidecar, canonical, samples_table
 from hidden_states.samples import is_held_out
 from hidden_states.shard_file import open_shard
 from hidden_states.shard_layout import ShardInfo
@@ -66,9 +66,8 @@ class DatasetWriter:
         Raises:
             DatasetError: another run, here or on another host, has begun it with another fingerprint.
         """
-        ours = json.dumps(dict(self.fingerprint.fields), indent=1, sort_keys=True).encode()
         try:
-            self.store.put_bytes(self.key(FINGERPRINT), ours, if_none_match=True)
+            self.store.put_bytes(self.key(FINGERPRINT), canonical(dict(self.fingerprint.fields)), if_none_match=True)
         except ObjectExists:
             theirs = Fingerprint(json.loads(self.store.get_bytes(self.key(FINGERPRINT))))
             if theirs.digest != self.fingerprint.digest:
@@ -76,7 +75,7 @@ class DatasetWriter:
 
     def discard(self, batch_id: str) -> None:
         """Take a committed batch back, for it is to be captured again. Raises DatasetError in a committed dataset."""
-        self._refuse_damage_to_a_committed(self.shard_key(batch_id))
+        self._refuse_committed(self.shard_key(batch_id), "its dataset is committed", "one that is not")
         self.store.delete(self.shard_key(batch_id, "json"))
         self.store.delete(self.shard_key(batch_id))
 
@@ -253,7 +252,7 @@ class DatasetWriter:
             found = self._read_back(key, there.bytes, info)
             if found is not None:
                 return found
-            self._refuse_damage_to_a_committed(key)
+            self._refuse_committed(key, "is damaged, and its dataset is committed", "the shard the manifest names")
             self.store.delete(key)
         self.store.put_file(key, info.path, info.digest, if_none_match=True)
         return info
@@ -281,10 +280,10 @@ class DatasetWriter:
         finally:
             copy.unlink(missing_ok=True)
 
-    def _refuse_damage_to_a_committed(self, key: str) -> None:
+    def _refuse_committed(self, key: str, found: str, expected: str) -> None:
         if self.store.head(self.key(MANIFEST)) is not None:
             raise DatasetError(
-                self.store.object_uri(key), "is damaged, and its dataset is committed", "the shard the manifest names",
+                self.store.object_uri(key), found, expected,
                 "A committed dataset never changes: verify it, and extract it anew under another name.",
             )  # fmt: skip
 

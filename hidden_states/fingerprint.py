@@ -84,17 +84,23 @@ def target_fields(target_folder: Path, template: str | None = None) -> dict[str,
     """Digests of what makes the target: `weights`, `config`, `tokenizer`, `template`.
 
     Raises:
-        DataError: no config.json or no weights in the folder.
+        DataError: no config.json or no weights in the folder, or its tokenizer's files cannot be read.
     """
     config = target_folder / "config.json"
     if not config.is_file():
         raise DataError(str(target_folder), "no config.json", "a Hugging Face model folder", "Correct target.path.")
-    return {
-        "weights": weights_digest(target_folder),
-        "config": _sha256(config.read_bytes()),
-        "tokenizer": _tokenizer_digest(target_folder),
-        "template": _sha256((_template(target_folder) if template is None else template).encode()),
-    }
+    try:
+        return {
+            "weights": weights_digest(target_folder),
+            "config": _sha256(config.read_bytes()),
+            "tokenizer": _tokenizer_digest(target_folder),
+            "template": _sha256((_template(target_folder) if template is None else template).encode()),
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            str(target_folder), f"its tokenizer's files cannot be read ({error})", "a complete Hugging Face folder",
+            "Copy the model again, with all its files.",
+        ) from error  # fmt: skip
 
 
 def weights_digest(target_folder: Path) -> str:

@@ -13,7 +13,7 @@ from hidden_states.convention import Convention, found_by
 from hidden_states.dataset import Dataset
 from hidden_states.dataset_writer import DatasetWriter
 from hidden_states.errors import DataError, GateError, RecipeError
-from hidden_states.fingerprint import Field, Fingerprint, target_fields
+from hidden_states.fingerprint import Fingerprint, target_fields
 from hidden_states.formats import ForeignSample, Format
 from hidden_states.gate import NormCheck, Reference
 from hidden_states.plan import Batch, plan_batches
@@ -22,7 +22,7 @@ from hidden_states.shard import pack_shard
 from hidden_states.shard_layout import ShardInfo
 from hidden_states.states_in_hand import StatesInHand
 from hidden_states.store import Store
-from hidden_states.target_config import read_language_config
+from hidden_states.target_config import is_size, read_language_config
 from hidden_states.vocab import build_vocab_map, count_tokens
 
 _NORM_SLACK = 0.05
@@ -100,7 +100,7 @@ def import_folder(
     dtype = str(first.final.dtype).removeprefix("torch.")
     fingerprint = Fingerprint(
         {
-            **_target_fields(target), "after_block": list(convention.after_block), "final_norm": convention.final_norm,
+            **target_fields(target), "after_block": list(convention.after_block), "final_norm": convention.final_norm,
             "dtype": dtype, "mask_rule": f"as in {format.name}'s files", "imported_from": format.name,
         }
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _refuse_other_target(format: Format, read: ForeignSample, first: ForeignSamp
     do = "Give the target these states were captured from."
     width, vocabulary = config.get("hidden_size"), config.get("vocab_size")
     for name, value in (("hidden_size", width), ("vocab_size", vocabulary)):
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and not is_size(value):
             raise DataError("the target's config.json", f"`{name}` is {value!r}", "a whole number above 0", do)
     if width is not None and read.final.shape[1] != width:
         raise DataError(where, f"{read.final.shape[1]} values a state", f"{width}, the target's hidden size", do)
@@ -223,14 +223,4 @@ def _reference(target: Path) -> Reference:
         raise DataError(
             error.where, error.found, error.expected,
             "Give the whole target, or tell what it would be asked: --no-reference --after-block K ...",
-        ) from error  # fmt: skip
-
-
-def _target_fields(target: Path) -> dict[str, Field]:
-    try:
-        return target_fields(target)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            str(target), f"its tokenizer's files cannot be read ({error})", "a complete Hugging Face folder",
-            "Copy the model again, with all its files.",
         ) from error  # fmt: skip

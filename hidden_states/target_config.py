@@ -14,6 +14,11 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
+def is_size(value: Any) -> bool:
+    """Whether a value of a config can be a size: a whole number above 0, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def read_config(folder: Path | str) -> dict[str, Any]:
     """`config.json` of a Hugging Face model folder, as it lies there.
 

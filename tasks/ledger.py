@@ -79,15 +79,16 @@ class Ledger:
         for version in versions:
             name = f"{base}-v{version}"
             theirs = json.loads(store.get_bytes(f"{name}/{PLAN}"))
-            if theirs == json.loads(_json(identity)):
+            changed = tuple(
+                f"{key}: {theirs.get(key)} / {identity[key]}" for key in identity if theirs.get(key) != identity[key]
+            )
+            if not changed:
                 closed = any(True for _ in store.list(f"{name}/{RUNS}/"))
                 if closed and on_complete == "new":
                     break
                 complete = store.head(f"{name}/{MANIFEST}") is not None
                 return cls(store, name, "complete" if complete else "resumed")
-            differs = differs or tuple(
-                f"{key}: {theirs.get(key)} / {identity[key]}" for key in identity if theirs.get(key) != identity[key]
-            )
+            differs = differs or changed
         name = f"{base}-v{max(versions, default=0) + 1}"
         try:
             store.put_bytes(f"{name}/{PLAN}", _json(identity), if_none_match=True)

@@ -14,7 +14,7 @@ from hidden_states.prompts import Prompt, prepare_prompts
 from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
-from hidden_states.target_config import load_tokenizer, read_language_config
+from hidden_states.target_config import is_size, load_tokenizer, read_language_config
 from infra.recipe import Data, PromptSet, Recipe
 
 
@@ -49,7 +49,7 @@ class TargetShape:
             value = config.get(name)
             if name == "max_position_embeddings" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_size(value):
                 raise RecipeError(
                     str(path), f"`{name}` is {value!r}", "a whole number above 0", "Is this the target's own config?"
                 )

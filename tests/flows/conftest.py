@@ -20,13 +20,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def house(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> House:
-    """Commands in a folder of their own; this process' environment stays as it is."""
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are called, not started: this process' environment and signals stay as they are."""
+    monkeypatch.setattr("flows.cli.settle", lambda: None)
+    monkeypatch.setattr("flows.cli.signal.signal", lambda *_: None)
+
+
+@pytest.fixture
+def house(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    in_this_process: None,
+) -> House:  # fmt: skip
+    """Commands in a folder of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tiny}/mlflow.db")
-    monkeypatch.setattr("flows.cli.settle", lambda: None)
-    monkeypatch.setattr("flows.cli.signal.signal", lambda *_: None)
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("mlflow.db"))
     made = House(tmp_path, capsys)
     recipe = Path(made.recipe)

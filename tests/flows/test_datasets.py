@@ -21,12 +21,10 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def made(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+def made(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> Made:
     """A committed dataset `data` and an unfinished one, `half`; an MLflow of its own."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("flows.cli.settle", lambda: None)  # this process' environment stays as it is
-    monkeypatch.setattr("flows.cli.signal.signal", lambda *_: None)
     store.put_bytes("half/shards/x-0000000000000000.json", b"{}")
     return make_dataset(store, tmp_path, [5, 6, 9], shard_tokens=10)
 
