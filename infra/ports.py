@@ -8,7 +8,9 @@ import psutil
 
 from hidden_states.errors import ServerError
 
-PORTS = range(20000, 32000)  # below those the kernel gives to outgoing connections: SGLang binds only after loading
+# Below those the kernel gives to outgoing connections: SGLang binds only after loading. Above 22,000 to 30,000, where
+# SGLang looks for the port its ranks meet at; `infra.service` keeps below both.
+PORTS = range(30_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -57,12 +57,15 @@ HEALTH_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 30.0
 OWN_FLAGS = {"model-path", "host", "port", "speculative-draft-model-path"}  # set by the other fields of a spec
 
+ADDRESS_IN_USE = r"[Aa]ddress already in use|EADDRINUSE"
+STARTS = 3  # of a server whose ports were taken by others while it loaded
+
 # What the log of a server that died says -> what to do about it.
 ADVICE = [
     (r"No module named '?sglang", "Install SGLang in this environment, or name another in server.python."),
     (r"unrecognized arguments|error: argument|invalid choice", "Correct this flag in server.flags."),
     (r"out of memory|OutOfMemory|Not enough memory", "Lower mem-fraction-static in server.flags or use more GPUs."),
-    (r"[Aa]ddress already in use", "Another program took the port; leave server.port out to get a free one."),
+    (ADDRESS_IN_USE, "Another program took the port; leave server.port out to get a free one."),
 ]
 
 
@@ -117,10 +120,10 @@ class SGLangServer:
             ServerError: the port is in use, or the process could not be started.
         """
         command = self._command_without_port()
-        if self.port is None:
+        if self.spec.port is None:
             self.port = free_port(self.spec.host)
         else:
-            refuse_used_port(self.spec.host, self.port)
+            refuse_used_port(self.spec.host, self.spec.port)
         self.process = OwnedProcess(
             [*command, "--host", self.spec.host, "--port", str(self.port)],
             log_path=self.spec.log_path,
@@ -133,6 +136,9 @@ class SGLangServer:
     def wait_ready(self, deadline_s: float, on_line: Callable[[str], None] | None = None) -> None:
         """Return when the server has finished its warm-up.
 
+        SGLang looks for free ports when it starts and binds them seconds to minutes later. One that another program
+        took meanwhile costs a new start with other ports, unless the recipe named the port.
+
         Only `/health` tells: `/model_info`, `/server_info` and `/v1/models` answer 200 while warm-up still runs.
 
         Args:
@@ -144,9 +150,14 @@ class SGLangServer:
                 are then saved beside the log, and it is ended).
         """
         deadline = time.monotonic() + deadline_s
+        starts_left = STARTS - 1
         with httpx.Client(timeout=self._health_timeout_s(), trust_env=False) as http:
             while True:
                 self._show_new_lines(on_line)
+                if starts_left and self._lost_a_port():
+                    starts_left -= 1
+                    self.stop()
+                    self.start()
                 self.ensure_alive()
                 if self._healthy(http):
                     self._refuse_stranger()
@@ -252,6 +263,12 @@ class SGLangServer:
         except httpx.TransportError:  # refused until the scheduler is up; slow while it warms up
             return False
 
+    def _lost_a_port(self) -> bool:
+        """Whether the server died because a port that was chosen for it, not by the recipe, was taken."""
+        if self.process is None or self.process.alive() or self.spec.port is not None:
+            return False
+        return re.search(ADDRESS_IN_USE, "\n".join(self.process.last_lines(50))) is not None
+
     def _show_new_lines(self, on_line: Callable[[str], None] | None) -> None:
         if on_line is not None and self.process is not None:
             for line in self.process.new_lines():
@@ -313,6 +330,9 @@ class AttachedServer(SGLangServer):
 
     def _show_new_lines(self, on_line: Callable[[str], None] | None) -> None:
         pass
+
+    def _lost_a_port(self) -> bool:
+        return False
 
     def _refuse_stranger(self) -> None:
         pass

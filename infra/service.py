@@ -13,8 +13,8 @@ import httpx
 from hidden_states.errors import ServerError
 
 # Below Linux's range for outgoing connections, so that nothing takes a port between the look and the use; with
-# 10,000 added it still is.
-_PORTS = range(12_000, 22_000)
+# 10,000 added it still is. Below SGLang's ports too, which are bound long after they were chosen.
+_PORTS = range(10_000, 20_000)
 _LOOK_S = 0.1
 
 

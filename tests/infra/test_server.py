@@ -122,6 +122,35 @@ def test_only_a_finished_warm_up_means_ready(fake, tmp_path):
     assert lines[0].startswith("playing slow -m sglang.launch_server --model-path")
 
 
+@pytest.mark.parametrize("ready_at", [2, 3])
+def test_a_port_taken_while_the_server_loads_costs_a_new_start_with_another(fake, tmp_path, ready_at):
+    starts, lines = tmp_path / "starts", []
+    fake.env = {"FAKE_PART": "ousted", "FAKE_READY": str(starts), "FAKE_OUSTED": str(ready_at)}
+    with SGLangServer(fake) as server:
+        server.wait_ready(DEADLINE_S, lines.append)
+        ports = starts.read_text().split()
+        assert len(set(ports)) == ready_at
+        assert server.base_url.endswith(f":{ports[-1]}")
+    assert sum(line.startswith("playing ousted") for line in lines) == ready_at
+
+
+def test_a_server_whose_ports_are_taken_again_and_again_is_given_up(fake, tmp_path):
+    starts = tmp_path / "starts"
+    fake.env = {"FAKE_PART": "ousted", "FAKE_READY": str(starts), "FAKE_OUSTED": "99"}
+    with SGLangServer(fake) as server, pytest.raises(ServerError, match=r"died with status 137. Another program took"):
+        server.wait_ready(DEADLINE_S)
+    assert len(starts.read_text().split()) == 3
+
+
+def test_a_port_that_the_recipe_names_is_not_exchanged(fake, tmp_path):
+    starts = tmp_path / "starts"
+    fake.port = free_port()
+    fake.env = {"FAKE_PART": "ousted", "FAKE_READY": str(starts), "FAKE_OUSTED": "2"}
+    with SGLangServer(fake) as server, pytest.raises(ServerError, match=r"leave server\.port out"):
+        server.wait_ready(DEADLINE_S)
+    assert starts.read_text().split() == [str(fake.port)]
+
+
 @pytest.mark.parametrize("part", ["loads", "warms-up"])
 def test_a_server_that_never_gets_ready_is_ended_and_its_stacks_are_saved(fake, part):
     fake.env = {"FAKE_PART": part}
