@@ -32,6 +32,7 @@ from drafter.course import StepMetrics, TrainConfig
 from drafter.export import export_drafter
 from drafter.loss import LossConfig
 from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.ranks import leave
 from drafter.schedule import Schedule
 from drafter.trainer import STOPPED_EXIT_CODE, Trainer, stop_on_sigterm
 from hidden_states.dataset import Dataset
@@ -127,9 +128,7 @@ def main() -> None:
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         code = 1
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

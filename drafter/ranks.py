@@ -5,8 +5,11 @@ row of an optimiser step to its last backward pass, or during an evaluation; no 
 have unequal numbers of rows.
 """
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -96,3 +99,18 @@ def whole(value: Tensor) -> Tensor:
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
     """Name -> weight or buffer, whole, on the CPU; every rank must ask."""
     return {name: whole(value.detach()).cpu().contiguous() for name, value in module.state_dict().items()}
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, out of its group if it is in one. Whatever must outlive it is on disk by then.
+
+    A thread of Gloo may still hold a tensor that Python made. When it lets go of it while the interpreter shuts down,
+    the process aborts ("terminate called without an active exception"), and torchrun calls a training that is done a
+    failure. So a rank leaves without that shutdown.
+    """
+    if not dist.is_initialized():
+        sys.exit(code)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

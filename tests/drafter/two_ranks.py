@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drafter.ranks import whole_weights
+from drafter.ranks import leave, whole_weights
 from drafter.trainer import StepMetrics, Trainer
 from tests.drafter.test_trainer import COURSE, Positioned, rows_of, world
 
@@ -53,7 +53,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     said = {"whole": train(out / "whole"), "second": train(out / "second"), "first": train(out / "first", 3)}
     (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
