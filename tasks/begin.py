@@ -16,6 +16,7 @@ from infra.services import MLFLOW, LocalStack
 from tasks.abandoned import PROCESS, end_abandoned, this_process
 from tasks.job import Job, need
 from tasks.ledger import Ledger, plan_identity
+from tasks.mlflow_client import without_password
 from tasks.page import shown
 from tasks.planning import make_plan
 from tasks.stage import short_name
@@ -85,7 +86,8 @@ def _point_at(tracker: Tracker, name: str) -> None:
         url, text = tracker.url, f"MLflow: {name}"
         shown(lambda: create_link_artifact(url, link_text=text, key=LINK, description="The run in MLflow"))
     else:
-        where = f"Run `{tracker.run_id}` ({name}) in `{tracker.client.tracking_uri}`; `eyas up` shows its page."
+        store = without_password(tracker.client.tracking_uri)
+        where = f"Run `{tracker.run_id}` ({name}) in `{store}`; `eyas up` shows its page."
         shown(lambda: create_markdown_artifact(where, key=LINK, description="The run in MLflow"))
 
 

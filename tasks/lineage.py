@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-
-from hidden_states.errors import DatasetError
+from hidden_states.errors import DatasetError, ServerError
+from tasks.mlflow_client import asking, mlflow_client, without_password
 
 FILE = "lineage.json"
 
@@ -38,19 +36,20 @@ def drafters_of(manifest_digest: str, tracking_uri: str) -> list[str]:
     Raises:
         DatasetError: MLflow does not answer, so nobody can say.
     """
-    client = MlflowClient(tracking_uri=tracking_uri)
     found, token = [], None
     try:
-        while True:
-            page = client.search_model_versions(max_results=200, page_token=token)
-            found += [f"{v.name}/{v.version}" for v in page if v.tags.get("manifest.sha256") == manifest_digest]
-            token = page.token
-            if not token:
-                return sorted(found)
-    except MlflowException as error:
+        client = mlflow_client(tracking_uri, ask=False)
+        with asking(tracking_uri):
+            while True:
+                page = client.search_model_versions(max_results=200, page_token=token)
+                found += [f"{v.name}/{v.version}" for v in page if v.tags.get("manifest.sha256") == manifest_digest]
+                token = page.token
+                if not token:
+                    return sorted(found)
+    except ServerError as error:
         raise DatasetError(
-            f"MLflow at {tracking_uri}",
-            f"does not say which drafters were trained on this dataset ({error.error_code})",
+            f"MLflow at {without_password(tracking_uri)}",
+            f"does not say which drafters were trained on this dataset ({error.found})",
             "an answer",
             "Start it (`eyas up`, or MLFLOW_TRACKING_URI), or use --force.",
         ) from error

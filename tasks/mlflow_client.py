@@ -48,12 +48,13 @@ def asking(uri: str, missing: Refusal | None = None) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, ImportError, ValueError, OSError) as error:
         if missing is not None and isinstance(error, MlflowException) and error.error_code in NOT_THERE:
             raise missing from error
-        said = _without_password(" ".join(str(error).split()))[:200]
+        said = without_password(" ".join(str(error).split()))[:200]
         raise ServerError(
-            f"MLflow at {_without_password(uri)}", f"no answer ({said})", "http(s)://host:port or sqlite:///file",
+            f"MLflow at {without_password(uri)}", f"no answer ({said})", "http(s)://host:port or sqlite:///file",
             "Start it (`eyas up`), or correct MLFLOW_TRACKING_URI.",
         ) from error  # fmt: skip
 
 
-def _without_password(text: str) -> str:
+def without_password(text: str) -> str:
+    """The text, without what stands before the host of any address in it."""
     return re.sub(r"//[^/@\s]*@", "//", text)

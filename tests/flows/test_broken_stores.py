@@ -39,6 +39,21 @@ def test_an_mlflow_that_is_not_there_is_no_missing_version(
     assert "FAIL  MLflow " in said and "secret-word" not in said
 
 
+@pytest.mark.parametrize("away", AWAY)
+def test_a_dataset_is_kept_while_nobody_can_say_who_was_trained_on_it(
+    house: House, away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY[away])
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    store = house.folder / "kept"
+    make_dataset(open_store(store.as_uri()), house.folder / "made", [5, 6], shard_tokens=8)
+    said = house.refused(
+        "datasets", "rm", f"{store.as_uri()}/data", "--yes", code=7, says="does not say which drafters"
+    )
+    assert "--force" in said and WORD not in said
+    assert (store / "data" / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("model", ["", " ", "a/b", "../x", "/", "a:b", "x" * 3000, "nobody"])
 @pytest.mark.parametrize("how", [[], ["--back"], ["--set", "1"]], ids=["show", "back", "set"])
 def test_a_model_that_cannot_be_is_refused_by_name(house: House, model: str, how: list[str]) -> None:
