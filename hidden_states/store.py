@@ -65,10 +65,23 @@ class Digester:
 
 def digest_file(path: Path) -> FileDigest:
     digester = Digester()
+    for block in _file_blocks(path):
+        digester.update(block)
+    return digester.digest()
+
+
+def crc32_file(path: Path) -> int:
+    """The crc32 of a `FileDigest`, in a quarter of its time."""
+    crc = 0
+    for block in _file_blocks(path):
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _file_blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK):
-            digester.update(block)
-    return digester.digest()
+            yield block
 
 
 @dataclass(frozen=True)
@@ -195,13 +208,13 @@ class Store(ABC):
                 digester.update(block)
         return digester.digest()
 
-    def fetch(self, key: str, size: int, path: Path, memory: MutableSequence[bytearray] | None = None) -> str:
-        """The same; returns the sha256 alone, in hex, which takes a third less time. `memory`: see `blocks`."""
-        sha = hashlib.sha256()
+    def fetch(self, key: str, size: int, path: Path, memory: MutableSequence[bytearray] | None = None) -> int:
+        """The same; returns the crc32 alone: a sha256 takes as long as receiving the bytes. `memory`: see `blocks`."""
+        crc = 0
         with open(path, "wb") as file:
             for block in self.blocks(key, size, file.fileno(), memory):
-                sha.update(block)
-        return sha.hexdigest()
+                crc = zlib.crc32(block, crc)
+        return crc
 
     def local_path(self, key: str) -> Path | None:
         """The object as a file that can be mapped into memory, where there is one."""
