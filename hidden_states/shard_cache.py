@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hidden_states.crc32 import crc32_file
 from hidden_states.dataset import Dataset, damaged
 from hidden_states.errors import StoreError
 from hidden_states.shard_file import MappedShard
-from hidden_states.store import BLOCK_BYTES, crc32_file
+from hidden_states.store import BLOCK_BYTES
 
 WHOLE_FROM = 0.8  # share of a shard that must be needed for all of it to be fetched: at most a quarter more than needed
 GAP_BYTES = 256 << 10  # unneeded bytes between two ranges that are fetched along instead of asking twice
@@ -61,7 +62,6 @@ class ShardCache:
         self._sizes: dict[int, int] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._memory: list[bytearray] = []  # of the thread's fetches
         self._error: BaseException | None = None
         if self._folder is not None:
             with self._explained():
@@ -151,7 +151,7 @@ class ShardCache:
         self._make_room()
         part = self._folder / f".part-{uuid.uuid4().hex}"
         try:
-            crc32 = self._dataset.store.fetch(key, record.size, part, self._memory)
+            crc32 = self._dataset.store.fetch(key, record.size, part)
             if crc32 != record.crc32:
                 raise damaged(self._dataset.store.object_uri(key), _differs(crc32, record.crc32))
             os.replace(part, path)
@@ -174,9 +174,7 @@ class ShardCache:
                 file.truncate(layout.file_bytes)
 
                 def fetch(span: tuple[int, int]) -> None:
-                    data = self._dataset.store.get_range(key, *span)
-                    if os.pwrite(file.fileno(), data, span[0]) != len(data):
-                        raise OSError(28, "No space left on device", str(path))
+                    self._dataset.store.copy_range(key, *span, file.fileno())
 
                 with ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="eyas-range") as pool:
                     list(pool.map(fetch, _merged(spans)))

@@ -12,13 +12,14 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from hidden_states.crc32 import crc32_joined
 from hidden_states.errors import StoreError
 
 READ_BLOCK = 4 << 20
@@ -65,23 +66,10 @@ class Digester:
 
 def digest_file(path: Path) -> FileDigest:
     digester = Digester()
-    for block in _file_blocks(path):
-        digester.update(block)
-    return digester.digest()
-
-
-def crc32_file(path: Path) -> int:
-    """The crc32 of a `FileDigest`, in a quarter of its time."""
-    crc = 0
-    for block in _file_blocks(path):
-        crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _file_blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK):
-            yield block
+            digester.update(block)
+    return digester.digest()
 
 
 @dataclass(frozen=True)
@@ -157,19 +145,20 @@ class Store(ABC):
         """Write, read, compare, delete: proof that this store can be worked with, made afresh."""
         return self.capabilities()
 
-    def blocks(
-        self, key: str, size: int, descriptor: int | None = None, memory: MutableSequence[bytearray] | None = None
-    ) -> Iterator[memoryview]:
+    def copy_range(self, key: str, start: int, length: int, descriptor: int) -> int:
+        """Writes exactly `length` bytes of an object to their place in a file; returns their crc32."""
+        room = memoryview(bytearray(length))
+        self.read_into(key, start, room)
+        write_at(descriptor, room, start)
+        return zlib.crc32(room)
+
+    def blocks(self, key: str, size: int) -> Iterator[memoryview]:
         """An object of `size` bytes from its first byte to its last, BLOCK_BYTES at a time, the next ones under way.
 
         A block is good until the next one is asked for: its memory is used again, since fresh memory costs a page fault
         for each 4 KB, together more than receiving them.
-
-        Args:
-            descriptor: a file that each block is written to, as soon as it is there.
-            memory: what blocks go into, BLOCK_BYTES each; given back at the end, for the caller's next object.
         """
-        memory = [] if memory is None else memory
+        memory: list[bytearray] = []
         starts = iter(range(0, size, BLOCK_BYTES))
         under_way: deque[tuple[bytearray, Future[memoryview]]] = deque()
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="eyas-read") as pool:
@@ -177,10 +166,6 @@ class Store(ABC):
             def get(start: int, piece: bytearray) -> memoryview:
                 room = memoryview(piece)[: size - start]
                 self.read_into(key, start, room)
-                if descriptor is not None:
-                    written = 0
-                    while written < len(room):  # a disk that fills up takes a part first, and says why the next time
-                        written += os.pwrite(descriptor, room[written:], start + written)
                 return room
 
             def ask() -> None:
@@ -204,16 +189,26 @@ class Store(ABC):
         """Writes an object of `size` bytes to a file; returns the digest of what arrived."""
         digester = Digester()
         with open(path, "wb") as file:
-            for block in self.blocks(key, size, file.fileno()):
+            for block in self.blocks(key, size):
+                file.write(block)
                 digester.update(block)
         return digester.digest()
 
-    def fetch(self, key: str, size: int, path: Path, memory: MutableSequence[bytearray] | None = None) -> int:
-        """The same; returns the crc32 alone: a sha256 takes as long as receiving the bytes. `memory`: see `blocks`."""
+    def fetch(self, key: str, size: int, path: Path) -> int:
+        """The same; returns the crc32 alone.
+
+        Ranges are written and summed as they arrive, side by side. A sha256, which has to see the bytes in their order,
+        takes as long as receiving them.
+        """
+        lengths = {start: min(BLOCK_BYTES, size - start) for start in range(0, size, BLOCK_BYTES)}
         crc = 0
-        with open(path, "wb") as file:
-            for block in self.blocks(key, size, file.fileno(), memory):
-                crc = zlib.crc32(block, crc)
+        with open(path, "wb") as file, ThreadPoolExecutor(READ_THREADS, thread_name_prefix="eyas-read") as pool:
+            parts = pool.map(lambda start: self.copy_range(key, start, lengths[start], file.fileno()), lengths)
+            try:
+                for length, part in zip(lengths.values(), parts, strict=True):
+                    crc = crc32_joined(crc, part, length)
+            finally:
+                pool.shutdown(cancel_futures=True)
         return crc
 
     def local_path(self, key: str) -> Path | None:
@@ -233,6 +228,13 @@ class Store(ABC):
                 "The commit of a dataset rests on that refusal. Use AWS S3, MinIO, SeaweedFS, a recent Ceph, or a "
                 "file:// folder.",
             )
+
+
+def write_at(descriptor: int, data: memoryview, start: int) -> None:
+    """All of `data` to a place in a file. A disk that fills up takes a part first, and says why the next time."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], start + written)
 
 
 def check_key(key: str) -> str:

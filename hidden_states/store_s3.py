@@ -7,18 +7,18 @@ given the CRC32 of every part and of the whole object, computed from our bytes, 
 import base64
 import contextlib
 import os
-import random
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
 from urllib3.exceptions import HTTPError
 
 from hidden_states.errors import StoreError
@@ -33,19 +33,17 @@ from hidden_states.store import (
     StoreUnreachable,
     check_key,
     digest_file,
+    write_at,
 )
-from hidden_states.store_s3_errors import explain
+from hidden_states.store_s3_errors import explain, patiently
 
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 6
 REQUEST_ATTEMPTS = 8  # about 40 s of pauses in all
-READ_ATTEMPTS = 6
-PIECE_BYTES = 1 << 20  # of one read of a connection; stays in the processor's cache on its way into the block
+PIECE_BYTES = 1 << 20  # of one read of a connection; stays in the processor's cache on its way to where it belongs
 CONNECT_TIMEOUT_S = 4.0
 READ_TIMEOUT_S = 60.0
 FIRST_CONTACT_TIMEOUT_S = 5.0  # twice, with a short pause: an endpoint that is not there is reported within 15 s
-
-T = TypeVar("T")
 
 
 class S3Store(Store):
@@ -249,31 +247,54 @@ class S3Store(Store):
             return self.client.get_object(Bucket=self.bucket, Key=self._name(key))["Body"].read()
 
         with self._explained(key, "read"):
-            return _patiently(once)
+            return patiently(once)
 
     def read_into(self, key: str, start: int, room: memoryview) -> None:
-        if not room:
-            return
+        if room:
+            self._read(key, start, len(room), lambda done: room[done : done + PIECE_BYTES], lambda done, data: None)
+
+    def copy_range(self, key: str, start: int, length: int, descriptor: int) -> int:
+        piece, crc = memoryview(bytearray(min(PIECE_BYTES, length))), 0
+
+        def take(done: int, data: memoryview) -> None:
+            nonlocal crc
+            write_at(descriptor, data, start + done)
+            crc = zlib.crc32(data, crc if done else 0)  # a read that broke off begins again
+
+        self._read(key, start, length, lambda done: piece[: length - done], take)
+        return crc
+
+    def _read(
+        self,
+        key: str,
+        start: int,
+        length: int,
+        room: Callable[[int], memoryview],
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        """Reads a range piece by piece, each into what `room` gives for it, and hands it to `take`; both are told how
+        many bytes of the range came before. May begin again."""
 
         def once() -> int:
             """Bytes of the answer; fewer than asked for when the object ends there."""
-            span = f"bytes={start}-{start + len(room) - 1}"
+            span = f"bytes={start}-{start + length - 1}"
             answer = self.client.get_object(Bucket=self.bucket, Key=self._name(key), Range=span)
             done = 0
             with contextlib.closing(answer["Body"]) as body:
-                while done < len(room) and (more := body.readinto(room[done : done + PIECE_BYTES])):
+                while done < length and (more := body.readinto(piece := room(done))):
+                    take(done, piece[:more])
                     done += more
-            if done < min(len(room), answer["ContentLength"]):
+            if done < min(length, answer["ContentLength"]):
                 raise IncompleteReadError(actual_bytes=done, expected_bytes=answer["ContentLength"])
             return done
 
         with self._explained(key, "read"):
-            done = _patiently(once)
-        if done < len(room):
+            done = patiently(once)
+        if done < length:
             raise StoreError(
                 self.object_uri(key),
                 f"{done} bytes from byte {start}",
-                f"{len(room)}",
+                f"{length}",
                 "The object is truncated: verify the dataset and capture the batch again.",
             )
 
@@ -367,15 +388,3 @@ class S3Store(Store):
 
 def _crc_text(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(4, "big")).decode()
-
-
-def _patiently(read: Callable[[], T]) -> T:
-    """Repeats a read whose body broke off: botocore retries requests, not bodies."""
-    for attempt in range(READ_ATTEMPTS):
-        try:
-            return read()
-        except (HTTPClientError, IncompleteReadError, HTTPError):
-            if attempt == READ_ATTEMPTS - 1:
-                raise
-            time.sleep(min(8.0, 0.2 * 2**attempt) * (0.5 + random.random()))
-    raise AssertionError("unreachable")

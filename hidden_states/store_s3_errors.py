@@ -1,10 +1,18 @@
-"""What an S3 failure means, in words: one StoreError for each kind, never a credential in it."""
+"""What an S3 failure means, in words, never with a credential in it; and those that pass when asked again."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import botocore.exceptions as botocore
 from botocore.exceptions import ClientError
+from urllib3.exceptions import HTTPError
 
 from hidden_states.errors import StoreError
 from hidden_states.store import ObjectExists, ObjectMissing, StoreUnreachable
+
+READ_ATTEMPTS = 6
 
 _NO_CREDENTIALS = (
     botocore.NoCredentialsError,
@@ -25,6 +33,21 @@ _NEEDS = {
     "delete": "s3:DeleteObject",
     "look at the bucket": "s3:ListBucket",
 }
+
+
+T = TypeVar("T")
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Repeats a read whose body broke off: botocore retries requests, not bodies."""
+    for attempt in range(READ_ATTEMPTS):
+        try:
+            return read()
+        except (botocore.HTTPClientError, botocore.IncompleteReadError, HTTPError):
+            if attempt == READ_ATTEMPTS - 1:
+                raise
+            time.sleep(min(8.0, 0.2 * 2**attempt) * (0.5 + random.random()))
+    raise AssertionError("unreachable")
 
 
 def explain(exc: Exception, *, where: str, action: str, endpoint: str | None) -> StoreError:

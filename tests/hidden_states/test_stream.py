@@ -230,6 +230,9 @@ class Counting:
     def download(self, key: str, size: int, path: Path) -> Any:
         return Store.download(self, key, size, path)  # type: ignore[arg-type]
 
+    def copy_range(self, *given: Any) -> int:
+        return Store.copy_range(self, *given)  # type: ignore[arg-type]
+
     def fetch(self, *given: Any) -> Any:
         return Store.fetch(self, *given)  # type: ignore[arg-type]
 
