@@ -1,4 +1,4 @@
-"""What a reader has at hand: the shards of its next batches, fetched ahead by a thread, verified, within bounds.
+"""What a reader has at hand: the shards of its next batches, fetched ahead by threads, verified, within bounds.
 
 A shard that is needed almost whole is fetched whole, into a file that stays for the next epoch while there is
 room. Of any other only the needed rows are fetched, by range, into a file that has holes and no name, so that nothing
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hidden_states.store import BLOCK_BYTES
 WHOLE_FROM = 0.8  # share of a shard that must be needed for all of it to be fetched: at most a quarter more than needed
 GAP_BYTES = 256 << 10  # unneeded bytes between two ranges that are fetched along instead of asking twice
 RANGE_THREADS = 8
+SHARDS_AT_ONCE = 2  # so that connections are busy while the last ranges of a shard arrive
 STALE_PART_S = 3600.0
 
 
@@ -53,7 +55,7 @@ class ShardCache:
     def __init__(
         self, dataset: Dataset, needs: Sequence[Need], folder: Path | None, cache_bytes: int, verified: set[str]
     ) -> None:
-        self._dataset, self._needs, self._budget, self._verified = dataset, needs, cache_bytes, verified
+        self._dataset, self._left, self._budget, self._verified = dataset, deque(needs), cache_bytes, verified
         self._folder = folder / dataset.digest[:16] if folder is not None else None
         self._ends: dict[int, list[int]] = {}
         for need in needs:
@@ -67,8 +69,12 @@ class ShardCache:
             with self._explained():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._sweep_parts()
-        self._thread = threading.Thread(target=self._run, name="eyas-prefetch", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"eyas-prefetch-{number}", daemon=True)
+            for number in range(min(SHARDS_AT_ONCE, len(needs)))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def shard(self, shard: int) -> MappedShard:
         """The mapped shard, once it is there.
@@ -95,21 +101,15 @@ class ShardCache:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._open.clear()
 
-    # -- the thread
+    # -- the threads
 
     def _run(self) -> None:
         try:
-            for need in self._needs:
-                cost = need_bytes(self._dataset, need)
-                with self._changed:
-                    while not self._closed and sum(self._sizes.values()) + cost > self._budget:
-                        self._changed.wait()
-                    if self._closed:
-                        return
-                    self._sizes[need.shard] = cost
+            while (need := self._next()) is not None:
                 with self._explained():
                     mapped = self._fetch(need)
                 with self._changed:
@@ -117,8 +117,21 @@ class ShardCache:
                     self._changed.notify_all()
         except BaseException as exc:  # handed to the consumer, which raises it
             with self._changed:
-                self._error = exc
+                self._error = self._error or exc
                 self._changed.notify_all()
+
+    def _next(self) -> Need | None:
+        """The next need, its bytes set aside, once there is room for it; None when there is nothing more to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._error or not self._left or self._fits(self._left[0]))
+            if self._closed or self._error or not self._left:
+                return None
+            need = self._left.popleft()
+            self._sizes[need.shard] = need_bytes(self._dataset, need)
+            return need
+
+    def _fits(self, need: Need) -> bool:
+        return sum(self._sizes.values()) + need_bytes(self._dataset, need) <= self._budget
 
     def _fetch(self, need: Need) -> MappedShard:
         record, layout = self._dataset.manifest.shards[need.shard], self._dataset.manifest.layout(need.shard)
@@ -214,14 +227,14 @@ class ShardCache:
         with self._changed:
             total = sum(self._sizes.values())
             live = {Path(self._dataset.manifest.shards[shard].key).name for shard in self._sizes}
-        idle = [(path.stat(), path) for path in self._folder.glob("*.safetensors") if path.name not in live]
-        total += sum(status.st_size for status, _ in idle)
-        for status, path in sorted(idle, key=lambda pair: pair[0].st_mtime):
-            if total <= self._budget:
-                return
-            total -= status.st_size
-            path.unlink(missing_ok=True)
-            self._verified.discard(str(path))
+            idle = [(path.stat(), path) for path in self._folder.glob("*.safetensors") if path.name not in live]
+            total += sum(status.st_size for status, _ in idle)
+            for status, path in sorted(idle, key=lambda pair: pair[0].st_mtime):
+                if total <= self._budget:
+                    return
+                total -= status.st_size
+                path.unlink(missing_ok=True)
+                self._verified.discard(str(path))
 
     def _sweep_parts(self) -> None:
         """Removes what a killed run left half fetched."""
