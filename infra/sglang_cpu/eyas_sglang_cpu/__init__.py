@@ -22,7 +22,7 @@ def prepare_imports() -> None:
 
 
 def register_hooks() -> None:
-    """Teach the `torch_native` attention back end MLA, EAGLE and speed, in scheduler processes only.
+    """Teach the `torch_native` attention back end MLA and EAGLE, and hasten prefills, in scheduler processes only.
 
     The other processes compute nothing; importing the model code there would cost seconds and memory.
     """
