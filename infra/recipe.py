@@ -43,7 +43,7 @@ class Server(Section):
     )
     ready_deadline_s: Positive = Field(1800, description="seconds until a server that is not ready is ended")
     max_in_flight_tokens: Positive = Field(16384, description="tokens of unanswered requests sent at once")
-    max_in_flight_requests: Positive = Field(16, description="unanswered requests sent at once")
+    max_in_flight_requests: Positive = Field(64, description="unanswered requests sent at once")
     request_timeout_s: Positive = Field(600, description="seconds one request may take")
 
     @model_validator(mode="after")

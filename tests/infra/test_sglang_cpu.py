@@ -5,11 +5,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -111,13 +111,22 @@ def test_other_architectures_run_as_well(kind, tmp_path):
     assert {rid: answer.output_ids for rid, answer in answers.items()} == transformers_greedy(model)
 
 
-@pytest.fixture(scope="module")
-def ops() -> ModuleType:
-    """The CPU operations, loaded by file: on the import path the triton stand-in beside them would be found too."""
-    spec = importlib.util.spec_from_file_location("ops", REPOSITORY / "infra/sglang_cpu/eyas_sglang_cpu/ops.py")
+def load(name: str) -> ModuleType:
+    """A part of the package, loaded by file: on the import path the triton stand-in beside it would be found too."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / f"infra/sglang_cpu/eyas_sglang_cpu/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def ops() -> ModuleType:
+    return load("ops")
+
+
+@pytest.fixture(scope="module")
+def prefill() -> ModuleType:
+    return load("prefill")
 
 
 @given(st.integers(1, 4), st.integers(2, 5), st.randoms(use_true_random=False))
@@ -160,6 +169,49 @@ def test_cache_slots_come_back_as_they_were_assigned(ops, spans, data):
 def test_trees_of_drafts_are_refused(ops):
     with pytest.raises(NotImplementedError, match="topk 1, not 4"):
         ops.build_tree_kernel_efficient_cpu(*[None] * 8, 4, 3, 4, 0)
+
+
+def attention(query, key, value):
+    """Causal attention of one prompt, its queries the last of its keys. Written out: [T, heads, D] each."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    late = torch.ones(len(query), len(key), dtype=torch.bool).triu(len(key) - len(query) + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), value)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8), st.integers(0, 99))
+def test_prompts_attended_together_get_what_each_gets_alone(prefill, prompts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    cached, new = [list(numbers) for numbers in zip(*prompts, strict=True)]
+    key, value = (torch.randn(1 + sum(cached) + sum(new), 2, 16, generator=generator) for _ in range(2))
+    key[0] = value[0] = torch.nan  # nobody's slot
+    slots = (torch.randperm(len(key) - 1, generator=generator) + 1).split([c + n for c, n in prompts])
+    table = torch.zeros(20, 80, dtype=torch.int32)
+    rows = torch.randperm(20, generator=generator)[: len(prompts)]
+    for row, held in zip(rows, slots, strict=True):
+        table[row, : len(held)] = held.int()
+    query = torch.randn(sum(new), 4, 16, generator=generator)
+    batch = SimpleNamespace(req_pool_indices=rows, extend_prefix_lens_cpu=cached, extend_seq_lens_cpu=new)
+    backend = SimpleNamespace(eyas_calls=prefill._sorted_by_length(batch, table))
+    lengths = [torch.tensor(numbers) for numbers in (cached, new)]
+    found = prefill._attend(
+        None, backend, query, torch.full_like(query, torch.nan), key, value, table, rows, sum(lengths), *lengths,
+        None, scaling=None, enable_gqa=True, causal=True,
+    )  # fmt: skip
+    alone = [attention(q, key[s], value[s]) for q, s in zip(query.split(new), slots, strict=True)]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rotated_as_written_out(prefill, heads):
+    tokens = torch.randn(7, heads * 16 + 8)[:, : heads * 16]  # a part of a wider row, as of SGLang's joint projection
+    angle = torch.rand(7, 1, 8)
+    halves = torch.complex(*tokens.unflatten(1, (heads, 16)).chunk(2, dim=-1))
+    turned = halves * torch.polar(torch.ones_like(angle), angle)
+    expected = torch.cat((turned.real, turned.imag), dim=-1).flatten(1)
+    torch.testing.assert_close(prefill._rotate(tokens, angle.cos(), angle.sin()), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])

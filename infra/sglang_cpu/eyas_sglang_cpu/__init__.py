@@ -22,16 +22,17 @@ def prepare_imports() -> None:
 
 
 def register_hooks() -> None:
-    """Teach the `torch_native` attention back end MLA and EAGLE, in scheduler processes only.
+    """Teach the `torch_native` attention back end MLA and EAGLE, and hasten prefills, in scheduler processes only.
 
     The other processes compute nothing; importing the model code there would cost seconds and memory.
     """
     if not _in_scheduler_process():
         return
-    from eyas_sglang_cpu import eagle, mla, proposals
+    from eyas_sglang_cpu import eagle, mla, prefill, proposals
 
     mla.register()
     eagle.register()
+    prefill.register()
     proposals.register()
 
 
