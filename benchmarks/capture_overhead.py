@@ -33,7 +33,7 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.spans import Assembly
-from eyas_capture.writer import THREADS, Writer
+from eyas_capture.writer import Writer, thread_count
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
@@ -46,10 +46,10 @@ THROTTLED = f"""
 import threading, time
 import eyas_capture.states as states
 plain, disk = states.write_all, threading.Lock()
-def throttled(descriptor, view):
+def throttled(descriptor, views):
     with disk:
-        time.sleep(len(view) / {THROTTLE})
-        plain(descriptor, view)
+        time.sleep(sum(map(len, views)) / {THROTTLE})
+        plain(descriptor, views)
 states.write_all = throttled
 """
 
@@ -173,7 +173,7 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
             file.write(data)
 
     def plain(folder: Path) -> None:
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(thread_count()) as pool:
             list(pool.map(write_file, [folder / f"plain-{number}" for number in range(dumps)]))
 
     def writer(folder: Path) -> None:
