@@ -1,6 +1,6 @@
 """What capture costs: two servers of the same model side by side, one of them capturing everything, asked in turn.
 
-    python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--rounds N]
+    python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--rounds N] [--parts PART ...]
 
 Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over alternating rounds
 of prompts that are never sent twice; by the clock, and by the processor time of the scheduler, which also counts dumps
@@ -33,23 +33,24 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.spans import Assembly
-from eyas_capture.writer import THREADS, Writer
+from eyas_capture.writer import Writer, thread_count
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
 # An idle server must not take cycles from the one that is measured.
 FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True, "chunked-prefill-size": 2048}
 TINY, SMOLLM2 = "tiny-deepseek-v3", "smollm2-135m"
+PARTS = ("speed", "memory", "disk")
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
 import threading, time
 import eyas_capture.states as states
 plain, disk = states.write_all, threading.Lock()
-def throttled(descriptor, view):
+def throttled(descriptor, views):
     with disk:
-        time.sleep(len(view) / {THROTTLE})
-        plain(descriptor, view)
+        time.sleep(sum(map(len, views)) / {THROTTLE})
+        plain(descriptor, views)
 states.write_all = throttled
 """
 
@@ -65,7 +66,7 @@ class Load:
     prefills: int
     decodes: int
     tokens: int = 256
-    new_tokens: int = 128
+    new_tokens: int = 64
     sent: int = 0
 
     def _batch(self, prompts: int, length: int) -> list[list[int]]:
@@ -101,12 +102,11 @@ def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, Any]:
         capturing = stack.enter_context(capture_server(model, work / "capturing", flags=FLAGS))
         dumps = 0
         for number in range(rounds + 1):
-            for name, measure, prompts, tokens in (
-                ("prefill", load.prefill, load.prefills, load.tokens),
-                ("decode", load.decode, load.decodes, load.new_tokens),
-            ):
+            prefill = ("prefill", load.prefill, load.prefills, load.tokens)
+            decode = ("decode", load.decode, load.decodes, load.new_tokens)
+            for turn, (name, measure, prompts, tokens) in enumerate((prefill, decode, prefill, decode, prefill)):
                 wall, cpu = {}, {}
-                for served in (plain, capturing) if number % 2 else (capturing, plain):
+                for served in (plain, capturing) if (number + turn) % 2 else (capturing, plain):
                     before = served.scheduler_cpu()
                     wall[served is capturing] = measure(served)
                     if served is capturing:
@@ -173,7 +173,7 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
             file.write(data)
 
     def plain(folder: Path) -> None:
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(thread_count()) as pool:
             list(pool.map(write_file, [folder / f"plain-{number}" for number in range(dumps)]))
 
     def writer(folder: Path) -> None:
@@ -207,28 +207,32 @@ def main() -> None:
     """Run the three parts and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", type=Path, default=DEFAULT_OUT / "SmolLM2-135M-Instruct")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="of three prefills and two decodes; twice as many if tiny"
+    )
     parser.add_argument("--models", nargs="+", default=[TINY, SMOLLM2], choices=[TINY, SMOLLM2])
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tiny = make_tiny("deepseek_v3", work / "model")
-        models = {}
-        if TINY in arguments.models:
-            models[TINY] = speed(tiny, work / "tiny", Load(64, 16), 2 * arguments.rounds)
-            print(json.dumps(models), flush=True)
-        if SMOLLM2 in arguments.models:
-            models[SMOLLM2] = speed(arguments.smollm2, work / "smollm2", Load(16, 8, new_tokens=64), arguments.rounds)
-            print(json.dumps(models), flush=True)
-        result = {
-            "prefill_ratio": min(model["prefill_ratio"] for model in models.values()),
-            "decode_ratio": min(model["decode_ratio"] for model in models.values()),
-            **throttled_disk(tiny, work / "memory"),
-            **disk(work / "disk"),
-            "models": models,
-            "load_average": round(os.getloadavg()[0], 1),
-            "cpus": os.cpu_count(),
+        loads = {
+            TINY: (tiny, Load(64, 16), 2 * arguments.rounds),
+            SMOLLM2: (arguments.smollm2, Load(16, 8), arguments.rounds),
         }
+        models = {}
+        for name in arguments.models if "speed" in arguments.parts else ():
+            model, load, rounds = loads[name]
+            models[name] = speed(model, work / name, load, rounds)
+            print(json.dumps(models), flush=True)
+        result: dict[str, Any] = {}
+        for ratio in ("prefill_ratio", "decode_ratio") if models else ():
+            result[ratio] = min(model[ratio] for model in models.values())
+        if "memory" in arguments.parts:
+            result |= throttled_disk(tiny, work / "memory")
+        if "disk" in arguments.parts:
+            result |= disk(work / "disk")
+        result |= {"models": models, "load_average": round(os.getloadavg()[0], 1), "cpus": os.cpu_count()}
     print(json.dumps(result))
 
 

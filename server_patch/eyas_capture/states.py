@@ -2,12 +2,16 @@
 
 The safetensors library is not used for writing on purpose: it wants whole contiguous tensors, so an incomplete dump
 would be copied once more (outside the queue's bound), and every byte would be read a second time for its checksum.
+
+Every system call, large hash and torch operation gives Python's interpreter lock away, and the forward thread pays for
+each hand-over. So a dump of a few megabytes is hashed tensor by tensor and written by one call.
 """
 
 import hashlib
 import json
 import os
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +19,8 @@ from eyas_capture import contract
 from eyas_capture.spans import Assembly
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_PIECE = 8 << 20  # bytes a write; large enough that hashing and writing release the interpreter lock for long
+_PIECE = 8 << 20  # bytes hashed before they are written: few enough to be in the cache still
+_PIECES = 512  # a call takes 1,024 at most
 
 
 def write_states(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], int]:
@@ -34,19 +39,24 @@ def write_states(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], i
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    write_all(descriptor, memoryview(struct.pack("<Q", len(text)) + text))
-    checksums = {contract.INPUT_IDS: _write_hashed(descriptor, [tokens])}
+    file = _Gathered(descriptor)
+    file.add(memoryview(struct.pack("<Q", len(text)) + text))
+    checksums = {contract.INPUT_IDS: file.add_hashed([tokens])}
     for name, rows in assembly.rows.items():
-        ranges = [rows[start - assembly.base : stop - assembly.base] for start, stop in assembly.spans]
-        checksums[name] = _write_hashed(descriptor, [_bytes_of(part) for part in ranges])
+        data, row = _bytes_of(rows), rows.shape[1] * rows.element_size()
+        checksums[name] = file.add_hashed(
+            [data[(start - assembly.base) * row : (stop - assembly.base) * row] for start, stop in assembly.spans]
+        )
+    file.flush()
     return checksums, 8 + len(text) + offset
 
 
 def same_tokens(assembly: Assembly) -> bool:
     """Whether the ids the forward pass saw are the request's, row for row."""
-    sent = torch.frombuffer(assembly.tokens, dtype=torch.int64)
+    seen, sent = _bytes_of(assembly.ids), memoryview(assembly.tokens).cast("B")
+    size, base = assembly.tokens.itemsize, assembly.base
     return all(
-        torch.equal(assembly.ids[start - assembly.base : stop - assembly.base], sent[start:stop])
+        bytes(seen[(start - base) * size : (stop - base) * size]) == bytes(sent[start * size : stop * size])
         for start, stop in assembly.spans
     )
 
@@ -56,23 +66,47 @@ def _described(rows: torch.Tensor, count: int) -> tuple[str, list[int], int]:
     return _DTYPES[rows.dtype], [count, width], count * width * rows.element_size()
 
 
-def _bytes_of(rows: torch.Tensor) -> memoryview:
-    if not rows.numel():
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
         return memoryview(b"")
-    return rows.view(torch.uint8).numpy().data.cast("B")
+    return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
-def _write_hashed(descriptor: int, ranges: list[memoryview]) -> str:
-    digest = hashlib.sha256()
-    for view in ranges:
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            digest.update(piece)
-            write_all(descriptor, piece)
-    return "sha256:" + digest.hexdigest()
+class _Gathered:
+    """Bytes on their way to a file, handed over some megabytes at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._views: list[memoryview] = []
+        self._bytes = 0
+
+    def add(self, view: memoryview) -> None:
+        self._views.append(view)
+        self._bytes += len(view)
+        if self._bytes >= _PIECE or len(self._views) >= _PIECES:
+            self.flush()
+
+    def add_hashed(self, ranges: list[memoryview]) -> str:
+        """Add these one after another; the checksum of them all."""
+        digest = hashlib.sha256()
+        for view in ranges:
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                digest.update(piece)
+                self.add(piece)
+        return "sha256:" + digest.hexdigest()
+
+    def flush(self) -> None:
+        write_all(self._descriptor, self._views)
+        self._views, self._bytes = [], 0
 
 
-def write_all(descriptor: int, view: memoryview) -> None:
+def write_all(descriptor: int, views: Sequence[memoryview]) -> None:
     """Write everything: a disk that is nearly full takes a part first, and raises OSError at the rest."""
-    while view:
-        view = view[os.write(descriptor, view) :]
+    left = [view for view in views if view]
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]

@@ -3,11 +3,13 @@
 The forward thread only reserves, copies and submits. Whatever the disk does, the request is answered.
 """
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +25,15 @@ from eyas_capture.totals import Totals
 logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
-THREADS = 4  # some hash while others wait for the disk
+MOST_THREADS = 4  # some hash while others wait for the disk
+NICER = 10  # how much nicer than the rest of the server the writer's threads are: on a shared core, serving comes first
 _TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _QUIET = 10.0  # seconds between log lines about the same trouble
+
+
+def thread_count() -> int:
+    """Writer threads: one for every two cores this process may use. More would only be in the forward thread's way."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class Writer:
@@ -51,7 +59,8 @@ class Writer:
         """Publish writer.json and begin; `on_tick` runs about once a second in a thread of the writer's."""
         self.publish()
         self._threads = [
-            threading.Thread(target=self._write_loop, name=f"eyas-writer-{n}", daemon=True) for n in range(THREADS)
+            threading.Thread(target=self._write_loop, name=f"eyas-writer-{n}", daemon=True)
+            for n in range(thread_count())
         ]
         for thread in self._threads:
             thread.start()
@@ -146,6 +155,7 @@ class Writer:
                 self.publish()
 
     def _write_loop(self) -> None:
+        _give_way()
         while (item := self._queue.get()) is not None:
             assembly, reason = item
             try:
@@ -186,7 +196,7 @@ class Writer:
                 checksums, nbytes = write_states(states, assembly)
             record = _record(assembly, self.identity.writer_id, checksums, reason)
             with _NewFile(f"{partial}/{contract.RECORD_FILE}") as file:
-                write_all(file, memoryview((json.dumps(record) + "\n").encode()))
+                write_all(file, [memoryview((json.dumps(record) + "\n").encode())])
             os.rename(partial, f"{folder}/{contract.dump_name(assembly.counter)}")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -201,6 +211,14 @@ class Writer:
     def _lose(self, why: str) -> None:
         with self._room:
             self.totals.lost[why] += 1
+
+
+def _give_way() -> None:
+    """Make this thread nicer, and no other. On Linux a thread's id will do; elsewhere it may be another process's."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICER)
 
 
 class _NewFile:

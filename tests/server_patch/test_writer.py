@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -185,7 +186,7 @@ def test_a_dump_the_disk_refuses_is_counted_as_lost_and_the_next_one_is_written(
 ) -> None:
     one = made()
 
-    def refuse(descriptor: int, view: memoryview) -> None:
+    def refuse(descriptor: int, views: list[memoryview]) -> None:
         raise OSError(broken, os.strerror(broken))
 
     with monkeypatch.context() as patch:
@@ -257,6 +258,49 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     done.set()
     reader.join()
     assert not wrong and totals(one)["complete"] == 150
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_only_the_writers_own_threads_give_way(made: Callable[..., Writer]) -> None:
+    def niceness(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    here, seen = niceness(threading.get_native_id()), []
+    one = made()
+    assembly = filled(one)
+    assembly.release = lambda: seen.append(niceness(threading.get_native_id()))
+    one.submit(assembly, None)
+    assert one.stop(10)
+    assert seen == [min(19, here + writer.NICER)] and niceness(threading.get_native_id()) == here
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])
+def test_few_cores_have_few_writer_threads(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    monkeypatch.setattr(writer.os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert writer.thread_count() == threads
+
+
+def test_a_dump_in_many_pieces_is_whole(made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces smaller than a row, few a call, and a disk that takes one byte less than it is given."""
+    monkeypatch.setattr(states, "_PIECE", 7)
+    monkeypatch.setattr(states, "_PIECES", 3)
+    writev = os.writev
+
+    def short(descriptor: int, views: list[memoryview]) -> int:
+        size = sum(map(len, views))
+        return writev(descriptor, [memoryview(b"".join(views))[: max(1, size - 1)]])
+
+    monkeypatch.setattr(states.os, "writev", short)
+    one = made()
+    assembly = filled(one, 10, ((2, 4), (7, 9)))
+    rows = assembly.rows[contract.FINAL].clone()
+    one.submit(assembly, None)
+    assert one.stop(10)
+    folder = one.identity.folder / contract.dump_name(0)
+    final = load_file(folder / contract.STATES_FILE)[contract.FINAL]
+    assert torch.equal(final, torch.cat([rows[0:2], rows[5:7]]))
+    checksum = json.loads((folder / contract.RECORD_FILE).read_text())["checksums"][contract.FINAL]
+    assert checksum == contract.tensor_checksum(final.view(torch.uint8).numpy().tobytes())
 
 
 def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(tmp_path: Path) -> None:
