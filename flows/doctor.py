@@ -13,6 +13,7 @@ from rich.console import Console
 from flows.environment import state_dir
 from flows.workshop import open_section
 from hidden_states.errors import Refusal, ServerError
+from infra.folders import nearest
 from infra.recipe import Recipe
 from infra.recipe_file import shortened
 
@@ -120,10 +121,8 @@ def _ask_interpreter(python: str) -> dict[str, Any]:
 
 def _dump_folder(recipe: Recipe) -> str:
     place = Path(recipe.server.dump_dir or "runs").resolve()
-    existing = place
     try:
-        while not existing.exists():
-            existing = existing.parent
+        existing = nearest(place)
         free = shutil.disk_usage(existing).free
     except OSError as error:
         raise ServerError(
@@ -144,9 +143,9 @@ def _store(recipe: Recipe) -> str:
 
 def _mlflow(recipe: Recipe) -> str:
     from tasks.begin import tracking_uri
-    from tasks.mlflow_client import mlflow_client
+    from tasks.mlflow_client import mlflow_client, without_password
 
-    return str(mlflow_client(tracking_uri(state_dir())).tracking_uri)
+    return without_password(str(mlflow_client(tracking_uri(state_dir())).tracking_uri))
 
 
 def _prefect(recipe: Recipe) -> str:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from hidden_states.errors import RecipeError
+from infra.folders import nearest
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -37,7 +38,7 @@ def state_dir() -> Path:
     """
     folder = Path(os.environ.get("EYAS_HOME") or ".eyas").resolve()
     try:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
+        there = nearest(folder)
     except OSError as error:
         raise RecipeError(
             "EYAS_HOME", f"it cannot be looked up ({error.strerror})", "a folder", "Name another."

@@ -16,7 +16,8 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from hidden_states.errors import ServerError
-from infra.service import Service, free_ports
+from infra.ports import free_ports
+from infra.service import Service
 
 NAME = "object store"
 REGION = "us-east-1"

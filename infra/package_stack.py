@@ -19,8 +19,9 @@ from pathlib import Path
 
 from hidden_states.errors import ServerError
 from infra.object_store import GRPC_OFFSET, ensure_bucket_with
+from infra.ports import free_ports
 from infra.process import OwnedProcess
-from infra.service import Service, free_ports, unready_http, wait_ready
+from infra.service import Service, unready_http, wait_ready
 from infra.shared_stack import BUCKET, USER, Site, client_environment, command, keys
 
 DATABASES = Path(__file__).parent / "images" / "databases.sql"

@@ -8,21 +8,39 @@ import psutil
 
 from hidden_states.errors import ServerError
 
-# Below those the kernel gives to outgoing connections: SGLang binds only after loading. Above 22,000 to 30,000, where
-# SGLang looks for the port its ranks meet at; `infra.service` keeps below both.
-PORTS = range(30_000, 32_000)
+# All below those the kernel gives to outgoing connections, so that nothing takes a port between the look and the use.
+# SGLang binds only after loading: its ports lie above 22,000 to 30,000, where it looks for the one its ranks meet at,
+# and those of services, which may be used 10,000 higher too, begin below.
+SERVER_PORTS = range(30_000, 32_000)
+SERVICE_PORTS = range(10_000, 20_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on.
+    """A port nobody listens on, for a server.
 
     Raises:
         ServerError: none found.
     """
-    for port in random.sample(PORTS, 50):
+    for port in random.sample(SERVER_PORTS, 50):
         if _bind_error(host, port) is None:
             return port
     raise ServerError(host, "none of 50 ports tried is free", None, "Name one in server.port.")
+
+
+def free_ports(count: int, also_at: int = 0) -> int:
+    """The first of `count` free loopback ports in a row, for services; those `also_at` higher are free too.
+
+    Raises:
+        ServerError: none found.
+    """
+    for _ in range(1000):
+        first = random.choice(SERVICE_PORTS)
+        wanted = range(first, first + count)
+        if wanted.stop <= SERVICE_PORTS.stop and all(
+            _bind_error("127.0.0.1", number) is None for port in wanted for number in {port, port + also_at}
+        ):
+            return first
+    raise ServerError("127.0.0.1", f"no {count} free ports in a row", None, "End what listens there.")
 
 
 def refuse_used_port(host: str, port: int) -> None:

@@ -1,8 +1,5 @@
 """A local service: what to start, where it listens, and how to tell that it is ready."""
 
-import contextlib
-import random
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +9,6 @@ import httpx
 
 from hidden_states.errors import ServerError
 
-# Below Linux's range for outgoing connections, so that nothing takes a port between the look and the use; with
-# 10,000 added it still is. Below SGLang's ports too, which are bound long after they were chosen.
-_PORTS = range(10_000, 20_000)
 _LOOK_S = 0.1
 
 
@@ -68,23 +62,3 @@ def unready_http(url: str) -> str | None:
     except httpx.HTTPError as error:
         return type(error).__name__
     return None if answer.status_code == 200 else f"HTTP {answer.status_code}"
-
-
-def free_ports(count: int, also_at: int = 0) -> int:
-    """The first of `count` free loopback ports in a row; those `also_at` higher are free too."""
-    for _ in range(1000):
-        first = random.choice(_PORTS)
-        wanted = range(first, first + count)
-        if wanted.stop <= _PORTS.stop and all(_is_free(port) and _is_free(port + also_at) for port in wanted):
-            return first
-    raise ServerError("127.0.0.1", f"no {count} free ports in a row", None, "End what listens there.")
-
-
-def _is_free(port: int) -> bool:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed connection is no obstacle
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -24,8 +24,9 @@ from hidden_states.errors import ServerError
 from infra.detached import DetachedProcess
 from infra.lifeline import start_time
 from infra.object_store import credentials, ensure_bucket, object_store
+from infra.ports import free_ports
 from infra.process import OwnedProcess, read_record, running
-from infra.service import Service, free_ports, unready_http, wait_ready
+from infra.service import Service, unready_http, wait_ready
 
 STORE, PREFECT, MLFLOW = "object-store", "prefect", "mlflow"
 DEFAULT_BUCKET = "eyas"

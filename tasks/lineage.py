@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hidden_states.errors import DatasetError, ServerError
-from tasks.mlflow_client import asking, mlflow_client, without_password
+from tasks.mlflow_client import asking, mlflow_client
 
 FILE = "lineage.json"
 
@@ -48,7 +48,7 @@ def drafters_of(manifest_digest: str, tracking_uri: str) -> list[str]:
                     return sorted(found)
     except ServerError as error:
         raise DatasetError(
-            f"MLflow at {without_password(tracking_uri)}",
+            error.where,
             f"does not say which drafters were trained on this dataset ({error.found})",
             "an answer",
             "Start it (`eyas up`, or MLFLOW_TRACKING_URI), or use --force.",

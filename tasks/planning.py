@@ -15,6 +15,7 @@ from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
 from hidden_states.target_config import is_size, load_tokenizer, read_language_config
+from infra.folders import nearest
 from infra.recipe import Data, PromptSet, Recipe
 
 
@@ -283,10 +284,8 @@ def _refuse_blocks(recipe: Recipe, shape: TargetShape) -> None:
 
 
 def _refuse_small_disk(plan: Plan) -> None:
-    place = Path(plan.recipe.server.dump_dir or ".").resolve()
     try:
-        while not place.exists():
-            place = place.parent
+        place = nearest(Path(plan.recipe.server.dump_dir or ".").resolve())
         free = shutil.disk_usage(place).free
     except OSError as error:
         raise RecipeError(

@@ -26,28 +26,26 @@ AWAY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("away", AWAY)
-def test_an_mlflow_that_is_not_there_is_no_missing_version(
-    house: House, away: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY[away])
+@pytest.fixture(params=AWAY)
+def cut_off(house: House, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> House:
+    """A house whose MLflow is not there."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY[request.param])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    return house
+
+
+def test_an_mlflow_that_is_not_there_is_no_missing_version(cut_off: House) -> None:
     for command in (["champion", "x"], ["champion", "x", "--back"], ["compare", "x/1", "x@champion"]):
-        said = house.refused(*command, code=4, says="no answer")
-        assert "MLFLOW_TRACKING_URI" in said and "no such" not in said and "secret-word" not in said
-    _, said = house.run("doctor", house.recipe, f"store.uri={house.store}", "server.python=/bin/false")
-    assert "FAIL  MLflow " in said and "secret-word" not in said
+        said = cut_off.refused(*command, code=4, says="no answer")
+        assert "MLFLOW_TRACKING_URI" in said and "no such" not in said and WORD not in said
+    _, said = cut_off.run("doctor", cut_off.recipe, f"store.uri={cut_off.store}", "server.python=/bin/false")
+    assert "FAIL  MLflow " in said and WORD not in said
 
 
-@pytest.mark.parametrize("away", AWAY)
-def test_a_dataset_is_kept_while_nobody_can_say_who_was_trained_on_it(
-    house: House, away: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY[away])
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    store = house.folder / "kept"
-    make_dataset(open_store(store.as_uri()), house.folder / "made", [5, 6], shard_tokens=8)
-    said = house.refused(
+def test_a_dataset_is_kept_while_nobody_can_say_who_was_trained_on_it(cut_off: House) -> None:
+    store = cut_off.folder / "kept"
+    make_dataset(open_store(store.as_uri()), cut_off.folder / "made", [5, 6], shard_tokens=8)
+    said = cut_off.refused(
         "datasets", "rm", f"{store.as_uri()}/data", "--yes", code=7, says="does not say which drafters"
     )
     assert "--force" in said and WORD not in said

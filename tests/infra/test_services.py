@@ -18,8 +18,9 @@ from hidden_states.errors import ServerError
 from infra.detached import DetachedProcess
 from infra.lifeline import start_time
 from infra.object_store import credentials, object_store
+from infra.ports import free_ports
 from infra.process import running
-from infra.service import Service, free_ports, unready_http, wait_ready
+from infra.service import Service, unready_http, wait_ready
 from infra.services import MLFLOW, PREFECT, STORE, LocalStack, embedded_store
 
 
