@@ -50,7 +50,7 @@ def wait_ready(service: Service, process: Started) -> None:
             return
         if not alive or time.monotonic() > deadline:
             state = "ended while starting" if not alive else f"not ready after {service.deadline_s:g} s ({reason})"
-            log = "\n  ".join(process.last_lines(12)) or "(no output)"
+            log = "\n  ".join(process.last_lines(30)) or "(no output)"
             raise ServerError(service.name, f"{state}; its last lines:\n  {log}\n", None, "See its log for more.")
         time.sleep(_LOOK_S)
 

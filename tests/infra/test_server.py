@@ -65,13 +65,6 @@ def test_a_port_in_use_is_refused_before_anything_starts(fake):
     assert not fake.log_path.exists()
 
 
-def test_free_ports_are_free_and_differ():
-    ports = [free_port() for _ in range(20)]
-    assert len(set(ports)) > 10
-    for port in ports:
-        socket.create_server(("127.0.0.1", port)).close()
-
-
 @pytest.mark.parametrize(
     ("flags", "arguments"),
     [

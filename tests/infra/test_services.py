@@ -18,7 +18,6 @@ from hidden_states.errors import ServerError
 from infra.detached import DetachedProcess
 from infra.lifeline import start_time
 from infra.object_store import credentials, object_store
-from infra.ports import free_ports
 from infra.process import running
 from infra.service import Service, unready_http, wait_ready
 from infra.services import MLFLOW, PREFECT, STORE, LocalStack, embedded_store
@@ -152,10 +151,3 @@ def test_a_detached_process_outlives_the_command_that_started_it(tmp_path: Path)
     process = DetachedProcess(log_path=log, pid_file=pid_file, name="x")
     assert process.alive() and process.pid() is not None
     assert process.stop() and not process.alive() and running(pid_file) == []
-
-
-def test_ports_are_free_and_in_a_row_with_their_companions() -> None:
-    first = free_ports(5, also_at=10_000)
-    for port in (*range(first, first + 5), *range(first + 10_000, first + 10_005)):
-        with socket.create_server(("127.0.0.1", port)):
-            pass
