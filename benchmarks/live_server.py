@@ -1,13 +1,15 @@
 """Extraction from a server that others use: eight clients chat while 200 samples are captured.
 
-    python -m benchmarks.live_server [--samples N]
+    python -m benchmarks.live_server [--samples N] [--model FOLDER | --model tiny] [--repeats N]
 
-One server in mode `opted-in` with the prefix cache on. The samples are sent in rounds: once with request ids that opt
-in, once under other ids, so that the clients' latency is compared between the same loads (clients and extraction),
-seconds apart, with and without capture. Clients pause for a moment between requests, as people do: asking at once,
-all eight would wait in step, and measure one thing eight times. Only requests that lie wholly in one part of a round
-count. The last line is one JSON object: `samples`, `complete` dumps, `foreign` dumps, `clients_failed`,
-`client_latency_ratio` (mean with capture over mean without; 95 % interval from resampling rounds beside it).
+One server in mode `opted-in` with the prefix cache on; of the demo's model, whose forward pass costs something, or of
+a tiny random DeepSeek-V3, which is nearly free, so that capture looks as dear as it can. The samples are sent in
+rounds: once with request ids that opt in, once under other ids, so that the clients' latency is compared between the
+same loads (clients and extraction), seconds apart, with and without capture. Clients pause for a moment between
+requests, as people do: asking at once, all eight would wait in step, and measure one thing eight times. Only requests
+that lie wholly in one part of a round count. The last line is one JSON object: `samples`, `complete` dumps, `foreign`
+dumps, `clients_failed`, `client_latency_ratio` (mean with capture over mean without; 95 % interval from resampling
+rounds beside it).
 """
 
 import argparse
@@ -26,10 +28,12 @@ import numpy as np
 
 from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
+from infra.demo import DEFAULT_OUT
+from infra.demo_target import NAME
 from tests.tiny_models import make_tiny
 
 ROUNDS = 20
-REPEATS = 4  # each sample is sent so often, so that a round lasts long enough for clients to notice
+TINY = "tiny"
 CLIENTS = 8
 PAUSE = 0.4  # seconds at most between a client's answer and its next request
 ANSWER = 4  # tokens; short answers are many, and many make a narrow interval
@@ -77,9 +81,9 @@ class Clients:
         return [seconds for ended, seconds in self.latencies if start <= ended - seconds and ended <= stop]
 
 
-def send_round(served: Served, prefix: str, samples: dict[str, list[int]]) -> tuple[float, float]:
+def send_round(served: Served, prefix: str, samples: dict[str, list[int]], repeats: int) -> tuple[float, float]:
     """Prefill samples, a few at a time, each request under a key of its own; (start, end)."""
-    requests = [(f"{prefix}{name}-{n}", ids) for n in range(REPEATS) for name, ids in samples.items()]
+    requests = [(f"{prefix}{name}-{n}", ids) for n in range(repeats) for name, ids in samples.items()]
     began = time.monotonic()
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         list(pool.map(lambda request: served.ask(request[1], request[0], 1, extra_key=request[0]), requests))
@@ -90,36 +94,42 @@ def main() -> None:
     """Run the load and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=200)
-    count = parser.parse_args().samples
+    parser.add_argument("--model", default=str(DEFAULT_OUT / NAME), help="a model's folder, or `tiny`")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="a sample is sent so often, so that clients notice a round"
+    )
+    options = parser.parse_args()
+    count, repeats = options.samples, options.repeats
     rng = random.Random(1)
     samples = {f"s{n}": prompt(48, 0) + prompt(rng.randint(40, 300), n) for n in range(count)}
     names = list(samples)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = make_tiny("deepseek_v3", work / "model")
+        model = make_tiny("deepseek_v3", work / "model") if options.model == TINY else Path(options.model)
         with capture_server(model, work, env={contract.ENV_MODE: "opted-in"}) as served:
             clients = Clients(served)
-            send_round(served, "warm-up-", dict(list(samples.items())[:8]))
+            send_round(served, "warm-up-", dict(list(samples.items())[:8]), repeats)
             spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
             for number in range(min(ROUNDS, count)):
                 part = {name: samples[name] for name in names[number::ROUNDS]}
                 for capture in (True, False) if number % 2 else (False, True):
                     prefix = contract.OPT_IN_PREFIX if capture else "plain-"
-                    spans[capture].append(send_round(served, prefix, part))
+                    spans[capture].append(send_round(served, prefix, part, repeats))
             clients.stop()
-            rids = {f"{contract.OPT_IN_PREFIX}{name}-{n}": ids for n in range(REPEATS) for name, ids in samples.items()}
+            rids = {f"{contract.OPT_IN_PREFIX}{name}-{n}": ids for n in range(repeats) for name, ids in samples.items()}
             dumps = served.wait_for(rids)
             foreign = [dump for dump in served.dumps() if dump.record["request_id"] not in rids]
     whole = {
         rid: dump.record["complete"] and dump.record["tokens_sha256"] == contract.tokens_sha256(rids[rid])
         for rid, dump in dumps.items()
     }
-    complete = sum(all(whole[f"{contract.OPT_IN_PREFIX}{name}-{n}"] for n in range(REPEATS)) for name in samples)
+    complete = sum(all(whole[f"{contract.OPT_IN_PREFIX}{name}-{n}"] for n in range(repeats)) for name in samples)
     pairs = [
         (clients.between(*on), clients.between(*off)) for on, off in zip(spans[True], spans[False], strict=True)
     ]  # fmt: skip
     ratio, low, high = ratio_of_means(pairs)
     result = {
+        "model": Path(options.model).name,
         "samples": count,
         "complete": complete,
         "foreign": len(foreign),
