@@ -16,6 +16,7 @@ from eyas_capture import contract
 from hidden_states.captured_rows import Captured, proved_rows, raw_bytes, token_ids
 from hidden_states.encoding import PLAIN, Encoding
 from hidden_states.errors import DumpError
+from hidden_states.pieces import pieces
 from hidden_states.plan import Batch
 from hidden_states.samples import Sample
 from hidden_states.shard_encoded import write_encoded
@@ -107,5 +108,6 @@ class _HashedFile:
         self._file, self.digester = file, Digester()
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self.digester.update(data)
+        for piece in pieces(data):
+            self._file.write(piece)
+            self.digester.update(piece)

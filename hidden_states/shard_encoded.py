@@ -4,7 +4,6 @@ is written last, and the file is read once more for its digest.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from eyas_capture import contract
 from hidden_states.captured_rows import Captured, proved_rows, raw_bytes, token_ids
 from hidden_states.encoding import BFLOAT16, CAPTURED, FLOAT8, INT8, TAUGHT, TOP_K, quantise, taught_rows
 from hidden_states.errors import DatasetError
+from hidden_states.pieces import write_at
 from hidden_states.samples import Sample
 from hidden_states.shard_layout import SampleEntry, ShardInfo, ShardLayout
 from hidden_states.store import digest_file
@@ -56,7 +56,7 @@ def write_encoded(
     with open(path, "wb") as file:
         file.truncate(layout.file_bytes)
         lengths = torch.tensor([0, *(len(sample.input_ids) for sample in samples)], dtype=torch.int64)
-        _write(file, layout.spans()["offsets"][0], lengths.cumsum(0))
+        write_at(file.fileno(), raw_bytes(lengths.cumsum(0)), layout.spans()["offsets"][0])
         for number, (sample, entry) in enumerate(zip(samples, draft.samples, strict=True)):
             writer = _SampleWriter(file, layout, entry, head_VH)
             entries[number] = replace(entry, checksums=writer.write(sample, dumps[sample.id], draft.batch_id))
@@ -108,11 +108,5 @@ class _SampleWriter:
     def _put(self, name: str, rows: Tensor) -> None:
         data = raw_bytes(rows)
         self._sums[name].update(data)
-        _write(self._file, self._at[name], rows)
+        write_at(self._file.fileno(), data, self._at[name])
         self._at[name] += data.nbytes
-
-
-def _write(file: BinaryIO, at: int, rows: Tensor) -> None:
-    data = raw_bytes(rows)
-    if data.nbytes and os.pwrite(file.fileno(), data, at) != data.nbytes:
-        raise OSError(28, "No space left on device", file.name)

@@ -8,19 +8,19 @@ and safe to use from threads: connections are made on first use, again in every 
 """
 
 import hashlib
-import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hidden_states.crc32 import crc32_joined
 from hidden_states.errors import StoreError
+from hidden_states.pieces import pieces, write_at
 
 READ_BLOCK = 4 << 20
 BLOCK_BYTES = 16 << 20  # of one ranged read, and of one part of an upload
@@ -189,9 +189,9 @@ class Store(ABC):
         """Writes an object of `size` bytes to a file; returns the digest of what arrived."""
         digester = Digester()
         with open(path, "wb") as file:
-            for block in self.blocks(key, size):
-                file.write(block)
-                digester.update(block)
+            for piece in chain.from_iterable(map(pieces, self.blocks(key, size))):
+                file.write(piece)
+                digester.update(piece)
         return digester.digest()
 
     def fetch(self, key: str, size: int, path: Path) -> int:
@@ -228,13 +228,6 @@ class Store(ABC):
                 "The commit of a dataset rests on that refusal. Use AWS S3, MinIO, SeaweedFS, a recent Ceph, or a "
                 "file:// folder.",
             )
-
-
-def write_at(descriptor: int, data: memoryview, start: int) -> None:
-    """All of `data` to a place in a file. A disk that fills up takes a part first, and says why the next time."""
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:], start + written)
 
 
 def check_key(key: str) -> str:

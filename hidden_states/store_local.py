@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hidden_states.errors import StoreError
+from hidden_states.pieces import PIECE_BYTES
 from hidden_states.store import (
     PROBE_FOLDER,
-    READ_BLOCK,
     Capabilities,
     Digester,
     FileDigest,
@@ -40,9 +40,9 @@ class LocalStore(Store):
         with self._explained(key), self._publish(key, if_none_match) as temporary:
             digester = Digester()
             with open(path, "rb") as source, open(temporary, "xb") as target:
-                while block := source.read(READ_BLOCK):
-                    digester.update(block)
-                    target.write(block)
+                while piece := source.read(PIECE_BYTES):
+                    digester.update(piece)
+                    target.write(piece)
                 target.flush()
                 os.fsync(target.fileno())
             expected = digest or digester.digest()

@@ -22,6 +22,7 @@ from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
 from urllib3.exceptions import HTTPError
 
 from hidden_states.errors import StoreError
+from hidden_states.pieces import PIECE_BYTES, write_at
 from hidden_states.store import (
     BLOCK_BYTES,
     PROBE_FOLDER,
@@ -33,14 +34,12 @@ from hidden_states.store import (
     StoreUnreachable,
     check_key,
     digest_file,
-    write_at,
 )
 from hidden_states.store_s3_errors import explain, patiently
 
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 6
 REQUEST_ATTEMPTS = 8  # about 40 s of pauses in all
-PIECE_BYTES = 1 << 20  # of one read of a connection; stays in the processor's cache on its way to where it belongs
 CONNECT_TIMEOUT_S = 4.0
 READ_TIMEOUT_S = 60.0
 FIRST_CONTACT_TIMEOUT_S = 5.0  # twice, with a short pause: an endpoint that is not there is reported within 15 s

@@ -4,7 +4,9 @@ The safetensors library is not used for writing on purpose: it wants whole conti
 would be copied once more (outside the queue's bound), and every byte would be read a second time for its checksum.
 
 Every system call, large hash and torch operation gives Python's interpreter lock away, and the forward thread pays for
-each hand-over. So a dump of a few megabytes is hashed tensor by tensor and written by one call.
+each hand-over. So tensors are hashed whole, and small ones are written together. But no call writes more than 256 KB:
+file systems with large folios (XFS, ext4 since Linux 6.16) look for as much memory in one piece as a call brings, and
+once memory is fragmented, looking costs five times the copy.
 """
 
 import hashlib
@@ -21,6 +23,7 @@ from eyas_capture.spans import Assembly
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PIECE = 8 << 20  # bytes hashed before they are written: few enough to be in the cache still
 _PIECES = 512  # a call takes 1,024 at most
+_CALL = 256 << 10  # bytes
 
 
 def write_states(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], int]:
@@ -105,8 +108,19 @@ def write_all(descriptor: int, views: Sequence[memoryview]) -> None:
     """Write everything: a disk that is nearly full takes a part first, and raises OSError at the rest."""
     left = [view for view in views if view]
     while left:
-        written = os.writev(descriptor, left)
+        written = os.writev(descriptor, _first(left))
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:
             left[0] = left[0][written:]
+
+
+def _first(views: Sequence[memoryview]) -> list[memoryview]:
+    """What one call writes of these."""
+    call, room = [], _CALL
+    for view in views:
+        call.append(view[:room])
+        room -= len(call[-1])
+        if not room:
+            break
+    return call

@@ -280,14 +280,19 @@ def test_few_cores_have_few_writer_threads(monkeypatch: pytest.MonkeyPatch, core
     assert writer.thread_count() == threads
 
 
-def test_a_dump_in_many_pieces_is_whole(made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces smaller than a row, few a call, and a disk that takes one byte less than it is given."""
+@pytest.mark.parametrize("most", [1, 5, 7, 8, 1000])
+def test_a_dump_in_many_pieces_is_whole(
+    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Pieces smaller than a row, few a call, calls of few bytes, and a disk that takes one less than it is given."""
     monkeypatch.setattr(states, "_PIECE", 7)
     monkeypatch.setattr(states, "_PIECES", 3)
+    monkeypatch.setattr(states, "_CALL", most)
     writev = os.writev
 
     def short(descriptor: int, views: list[memoryview]) -> int:
         size = sum(map(len, views))
+        assert size <= most
         return writev(descriptor, [memoryview(b"".join(views))[: max(1, size - 1)]])
 
     monkeypatch.setattr(states.os, "writev", short)
