@@ -1,20 +1,27 @@
-"""The CRC32 that S3 servers compute too: of a file, and of a whole from the sums of its parts."""
+"""The CRC32 that S3 servers compute too: of bytes, of a file, and of a whole from the sums of its parts.
+
+ISA-L computes it with the processor's own instructions: 70 GB/s where Python's zlib gives 4.
+"""
 
 import functools
-import zlib
 from pathlib import Path
+
+from isal.isal_zlib import crc32
+
+from hidden_states.pieces import PIECE_BYTES
+
+__all__ = ["crc32", "crc32_file", "crc32_joined"]
 
 _POLYNOMIAL = 0xEDB88320  # of CRC32, its highest power in the lowest bit, as everything here
 _ONE = 1 << 31
-_BLOCK = 4 << 20
 
 
 def crc32_file(path: Path) -> int:
     """Of all bytes of a file."""
     crc = 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
+        while piece := file.read(PIECE_BYTES):
+            crc = crc32(piece, crc)
     return crc
 
 

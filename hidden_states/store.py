@@ -8,7 +8,6 @@ and safe to use from threads: connections are made on first use, again in every 
 """
 
 import hashlib
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from hidden_states.crc32 import crc32_joined
+from hidden_states.crc32 import crc32, crc32_joined
 from hidden_states.errors import StoreError
 from hidden_states.pieces import pieces, write_at
 
@@ -57,7 +56,7 @@ class Digester:
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         self._sha.update(data)
-        self._crc = zlib.crc32(data, self._crc)
+        self._crc = crc32(data, self._crc)
         self._bytes += memoryview(data).nbytes
 
     def digest(self) -> FileDigest:
@@ -150,7 +149,7 @@ class Store(ABC):
         room = memoryview(bytearray(length))
         self.read_into(key, start, room)
         write_at(descriptor, room, start)
-        return zlib.crc32(room)
+        return crc32(room)
 
     def blocks(self, key: str, size: int) -> Iterator[memoryview]:
         """An object of `size` bytes from its first byte to its last, BLOCK_BYTES at a time, the next ones under way.

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
 from urllib3.exceptions import HTTPError
 
+from hidden_states.crc32 import crc32
 from hidden_states.errors import StoreError
 from hidden_states.pieces import PIECE_BYTES, write_at
 from hidden_states.store import (
@@ -258,7 +258,7 @@ class S3Store(Store):
         def take(done: int, data: memoryview) -> None:
             nonlocal crc
             write_at(descriptor, data, start + done)
-            crc = zlib.crc32(data, crc if done else 0)  # a read that broke off begins again
+            crc = crc32(data, crc if done else 0)  # a read that broke off begins again
 
         self._read(key, start, length, lambda done: piece[: length - done], take)
         return crc
