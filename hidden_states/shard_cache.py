@@ -20,8 +20,8 @@ from pathlib import Path
 
 from hidden_states.crc32 import crc32_file
 from hidden_states.dataset import Dataset, damaged
-from hidden_states.errors import StoreError
-from hidden_states.shard_file import MappedShard
+from hidden_states.errors import DatasetError, StoreError
+from hidden_states.shard_file import MappedShard, file_state
 from hidden_states.store import BLOCK_BYTES
 
 WHOLE_FROM = 0.8  # share of a shard that must be needed for all of it to be fetched: at most a quarter more than needed
@@ -49,7 +49,7 @@ class ShardCache:
         needs: at most one a shard, in the order of their first batch. All that are live at one time must fit into
             `cache_bytes` (`peak_bytes` tells); what is left of it is used to fetch ahead and to keep whole shards.
         folder: None for a local store, whose shards are mapped where they lie.
-        verified: names of what this process has verified already; grows.
+        verified: what this process has verified already, by name and state of the file; grows.
     """
 
     def __init__(
@@ -143,34 +143,40 @@ class ShardCache:
                 mapped = MappedShard(path, layout)
             self._verify_samples(mapped, need, key, remember=False)
             return mapped
-        path = local or self._whole(need, key)
-        if not path.exists():
-            raise damaged(self._dataset.store.object_uri(key), "the shard is missing")
-        mapped = MappedShard(path, layout)
-        if whole:
-            self._verify_file(path, need, key)
-        else:
-            self._verify_samples(mapped, need, key, remember=True)
-        return mapped
+        while True:
+            path = local or self._whole(need, key)
+            try:
+                mapped = MappedShard(path, layout)
+                if whole:
+                    self._verify_file(path, mapped, need, key)
+                else:
+                    self._verify_samples(mapped, need, key, remember=True)
+                return mapped
+            except FileNotFoundError:  # of a cache: another process that shares the folder has made room meanwhile
+                if local is not None:
+                    raise damaged(self._dataset.store.object_uri(key), "the shard is missing") from None
 
     def _whole(self, need: Need, key: str) -> Path:
         """The shard's file in the cache, fetched unless it is there from an earlier epoch or run."""
         assert self._folder is not None
         record = self._dataset.manifest.shards[need.shard]
         path = self._folder / Path(record.key).name
-        if path.exists() and path.stat().st_size == record.size:
-            os.utime(path)  # the least recently used go first
-            return path
+        with contextlib.suppress(FileNotFoundError):
+            there = path.stat()
+            if there.st_size == record.size:
+                # The least recently used go first. The other time stays: it shows whether the bytes have changed.
+                os.utime(path, ns=(time.time_ns(), there.st_mtime_ns))
+                return path
         self._make_room()
         part = self._folder / f".part-{uuid.uuid4().hex}"
         try:
             crc32 = self._dataset.store.fetch(key, record.size, part)
             if crc32 != record.crc32:
                 raise damaged(self._dataset.store.object_uri(key), _differs(crc32, record.crc32))
+            self._verified.add(f"{path} {file_state(part.stat())}")
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-        self._verified.add(str(path))
         return path
 
     @contextlib.contextmanager
@@ -195,29 +201,33 @@ class ShardCache:
         finally:
             path.unlink(missing_ok=True)
 
-    def _verify_file(self, path: Path, need: Need, key: str) -> None:
-        record = self._dataset.manifest.shards[need.shard]
-        if str(path) in self._verified:
+    def _verify_file(self, path: Path, mapped: MappedShard, need: Need, key: str) -> None:
+        record, seen = self._dataset.manifest.shards[need.shard], f"{path} {mapped.state}"
+        if seen in self._verified:
             return
         crc32 = crc32_file(path)
         if crc32 != record.crc32:
-            where = self._dataset.store.object_uri(key)
             if self._folder is not None and path.parent == self._folder:
-                path.unlink(missing_ok=True)  # a damaged copy: the next run fetches it again
-                where = str(path)
-            raise damaged(where, _differs(crc32, record.crc32))
-        self._verified.add(str(path))
+                path.unlink(missing_ok=True)
+                raise DatasetError(
+                    str(path), _differs(crc32, record.crc32), "the bytes that were fetched",
+                    "The copy is removed and nothing was trained on it: the same command fetches it again. If this "
+                    "happens again, check that disk.",
+                )  # fmt: skip
+            raise damaged(self._dataset.store.object_uri(key), _differs(crc32, record.crc32))
+        self._verified.add(seen)
 
     def _verify_samples(self, mapped: MappedShard, need: Need, key: str, *, remember: bool) -> None:
         for row in need.rows:
             _, entry = self._dataset.entry(row)
-            if entry.id in self._verified:
+            seen = f"{entry.id} {mapped.state}"
+            if seen in self._verified:
                 continue
             problem = mapped.rows(*entry.span).problem(entry)
             if problem:
                 raise damaged(self._dataset.store.object_uri(key), f"sample {entry.id}: {problem}")
             if remember:
-                self._verified.add(entry.id)
+                self._verified.add(seen)
 
     # -- the folder
 
@@ -227,20 +237,20 @@ class ShardCache:
         with self._changed:
             total = sum(self._sizes.values())
             live = {Path(self._dataset.manifest.shards[shard].key).name for shard in self._sizes}
-            idle = [(path.stat(), path) for path in self._folder.glob("*.safetensors") if path.name not in live]
+            idle = [found for found in _listed(self._folder, "*.safetensors") if found[1].name not in live]
             total += sum(status.st_size for status, _ in idle)
-            for status, path in sorted(idle, key=lambda pair: pair[0].st_mtime):
+            for status, path in sorted(idle, key=lambda pair: pair[0].st_atime_ns):
                 if total <= self._budget:
                     return
                 total -= status.st_size
                 path.unlink(missing_ok=True)
-                self._verified.discard(str(path))
+                self._verified.discard(f"{path} {file_state(status)}")
 
     def _sweep_parts(self) -> None:
         """Removes what a killed run left half fetched."""
         assert self._folder is not None
-        for path in self._folder.glob(".part-*"):
-            if time.time() - path.stat().st_mtime > STALE_PART_S:
+        for status, path in _listed(self._folder, ".part-*"):
+            if time.time() - status.st_mtime > STALE_PART_S:
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -248,9 +258,19 @@ class ShardCache:
         try:
             yield
         except OSError as exc:
+            if self._folder is None:
+                raise StoreError(self._dataset.uri, f"{exc.strerror or exc} ({exc.filename})", "a folder that can be "
+                                 "read", "Check its owner and mode, the disk and its mount.") from exc  # fmt: skip
             raise StoreError(f"cache {self._folder}", f"{exc.strerror or exc}", "a folder with room for "
                              f"{self._budget / 1e9:.1f} GB that can be written",
                              "Free space, or set another cache folder or a smaller cache.") from exc  # fmt: skip
+
+
+def _listed(folder: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]]:
+    """Files and what they are, without those that another process removes meanwhile."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat(), path
 
 
 def need_bytes(dataset: Dataset, need: Need) -> int:

@@ -93,12 +93,14 @@ class MappedShard:
     """A shard file in memory-mapped form; tensors are views of the file and live as long as this object is open.
 
     The file may have holes (a cache that fetched some samples only): the caller knows which rows are there.
+    `state`: of the file as it was mapped, see `file_state`.
     """
 
     def __init__(self, path: Path, layout: ShardLayout) -> None:
         self.layout = layout
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            self.state, size = file_state(status), status.st_size
             if size != layout.file_bytes:
                 raise DatasetError(str(path), f"{size} bytes", f"{layout.file_bytes}", "The file is truncated.")
             # A private mapping counts as writable for torch.frombuffer, but nobody writes to it.
@@ -111,6 +113,11 @@ class MappedShard:
             self.layout,
             {name: _view(self.layout, name, self._map, start, size) for name, (start, size) in spans.items()},
         )
+
+
+def file_state(status: os.stat_result) -> str:
+    """Another one as soon as the file is written to or replaced: what was verified before says nothing of it then."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
 def rows_from_bytes(layout: ShardLayout, raw: Mapping[str, bytes]) -> StoredRows:
