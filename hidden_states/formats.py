@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hidden_states.errors import DataError
+from hidden_states.shard_layout import CODES
 from hidden_states.vocab import VocabMap
 
 
@@ -64,8 +65,46 @@ class Format(ABC):
     def write(self, folder: Path, samples: Iterator[ForeignSample], count: int, vocab: VocabMap | None) -> None:
         """Makes `folder` one that the trainer reads: `count` samples."""
 
+    def sample(
+        self, path: Path, folder: Path, ids: Tensor, mask: Tensor | None, aux: Tensor, final: Tensor,
+        final_norm: str | None = None,
+    ) -> ForeignSample:  # fmt: skip
+        """What a file holds, once its tensors are what they stand for.
+
+        Raises:
+            DataError: one is no tensor of values, or their dtypes or shapes are not those of a sample.
+        """
+        parts = {"tokens": ids, "loss mask": mask, "aux": aux, "final": final}
+        for what, part in parts.items():
+            if not _is_plain(part) and not (part is None and what == "loss mask"):
+                raise self.refuse(path, f"{what} is {_kind(part)}", "a tensor of values")
+        shapes = ", ".join(f"{what} {list(part.shape)}" for what, part in parts.items() if part is not None)
+        right = ids.dim() == 1 and aux.dim() == 3 and final.dim() == 2 and len(ids) == len(aux) == len(final)
+        if not right or aux.shape[2] != final.shape[1] or (mask is not None and mask.shape != ids.shape):
+            raise self.refuse(path, shapes, "[S], [S], [S,A,H], [S,H]")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise self.refuse(path, f"tokens of {ids.dtype}", "integers")
+        if mask is not None and mask.is_complex():
+            raise self.refuse(path, f"a loss mask of {mask.dtype}", "zeros and ones")
+        if aux.dtype != final.dtype or final.dtype not in CODES:
+            raise self.refuse(
+                path, f"states of {aux.dtype} and {final.dtype}", f"both of one of {', '.join(map(str, CODES))}"
+            )
+        return ForeignSample(path.relative_to(folder).as_posix(), as_int64(ids), mask, aux, final, final_norm)
+
     def refuse(self, path: Path, found: str, expected: str | None = None) -> DataError:
         return DataError(str(path), found, expected, f"Is this {self.name}'s format? See `eyas import --help`.")
+
+
+def _is_plain(part: object) -> bool:
+    """Whether it is a tensor whose values lie in memory, one after the other."""
+    if not isinstance(part, Tensor) or part.is_nested or part.is_quantized:
+        return False
+    return part.layout == torch.strided and part.device.type == "cpu"
+
+
+def _kind(part: object) -> str:
+    return f"a tensor of another kind ({part.type()})" if isinstance(part, Tensor) else f"a {type(part).__name__}"
 
 
 def split_blocks(aux: Tensor, size: int) -> Tensor:
@@ -75,7 +114,7 @@ def split_blocks(aux: Tensor, size: int) -> Tensor:
 
 def in_order(paths: Sequence[Path]) -> list[Path]:
     """data_2 before data_10."""
-    return sorted(paths, key=lambda path: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", str(path))])
+    return sorted(paths, key=lambda path: [int(t) if t.isdecimal() else t for t in re.split(r"(\d+)", str(path))])
 
 
 def formats() -> dict[str, Format]:

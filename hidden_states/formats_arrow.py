@@ -45,10 +45,11 @@ class Speculators(Format):
         row = int(number) if number.isdecimal() else len(tokens)
         if row >= len(tokens) or tokens[row].as_py() != ids.tolist():
             raise self.refuse(path, f"its tokens are not those of row {number} of the Arrow table")
-        mask = torch.tensor(masks[row].as_py() or [])
-        if mask.shape != ids.shape:
-            raise self.refuse(path, f"a loss mask of {list(mask.shape)} for {len(ids)} tokens", "one value a token")
-        return ForeignSample(path.relative_to(folder).as_posix(), ids, mask, states[:, :-1], states[:, -1])
+        try:
+            mask = torch.tensor(masks[row].as_py() or [])
+        except (RuntimeError, TypeError, ValueError) as error:  # nothing, or words, for a token
+            raise self.refuse(path, f"the loss mask in row {number} is none ({error})", "one value a token") from error
+        return self.sample(path, folder, ids, mask, states[:, :-1], states[:, -1])
 
     def write(self, folder: Path, samples: Iterator[ForeignSample], count: int, vocab: VocabMap | None) -> None:
         states = folder / "hidden_states"
@@ -62,7 +63,10 @@ class Speculators(Format):
                 )
                 stacked = torch.cat([sample.aux, sample.final[:, None]], dim=1)
                 content = {"token_ids": sample.input_ids, "hidden_states": stacked}
-                safetensors.torch.save_file(content, states / f"hs_{number}.safetensors")
+                try:
+                    safetensors.torch.save_file(content, states / f"hs_{number}.safetensors")
+                except SafetensorError as error:  # a full disk; the tensors themselves are right
+                    raise OSError(str(error)) from error
         (folder / "dataset_info.json").write_text(json.dumps(_INFO))
         state: dict[str, Any] = {
             "_data_files": [{"filename": _TABLE}], "_fingerprint": "eyas", "_format_columns": None,

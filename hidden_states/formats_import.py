@@ -16,10 +16,10 @@ from hidden_states.errors import DataError, GateError, RecipeError
 from hidden_states.fingerprint import Fingerprint, target_fields
 from hidden_states.formats import ForeignSample, Format
 from hidden_states.gate import NormCheck, Reference
+from hidden_states.manifest import Sidecar
 from hidden_states.plan import Batch, plan_batches
 from hidden_states.samples import Sample
 from hidden_states.shard import pack_shard
-from hidden_states.shard_layout import ShardInfo
 from hidden_states.states_in_hand import StatesInHand
 from hidden_states.store import Store
 from hidden_states.target_config import is_size, read_language_config
@@ -85,7 +85,7 @@ def import_folder(
         )
     first = format.read(files[0], folder)
     _refuse_other_target(format, first, first, config)
-    convention = _convention(format, first, target, options)
+    convention = _convention(format, first, target, config, options)
     say(f"{len(files)} files; {convention.in_words()}")
     samples: dict[str, Sample] = {}
     duplicates, places = [], {}
@@ -109,8 +109,9 @@ def import_folder(
     done = writer.done()
     with tempfile.TemporaryDirectory() as local:
         for batch in batches:
-            if batch.id not in done:
-                writer.commit_batch(_pack(format, folder, batch, places, convention, Path(local) / "shard"))
+            states = _states(format, folder, batch, places, convention)
+            sidecar = done.get(batch.id) or writer.commit_batch(pack_shard(batch, states, Path(local) / "shard"))
+            _refuse_other_states(writer.uri, sidecar, states)
     vocabulary = config.get("vocab_size") or 1 + max(max(sample.input_ids) for sample in samples.values())
     counts = count_tokens(samples.values(), vocabulary)
     vocab = build_vocab_map(counts, min(options.draft_vocab_size, vocabulary))
@@ -122,16 +123,32 @@ def import_folder(
     return Imported(Dataset.open(store, name), convention, duplicates)
 
 
-def _pack(
-    format: Format, folder: Path, batch: Batch, places: Mapping[str, Path], convention: Convention, path: Path
-) -> ShardInfo:
+def _states(
+    format: Format, folder: Path, batch: Batch, places: Mapping[str, Path], convention: Convention
+) -> dict[str, StatesInHand]:
     states = {}
     for sample in batch.samples:
         read = format.read(places[sample.id], folder)
+        for what, values in (("aux", read.aux), ("final", read.final)):
+            if not bool(torch.isfinite(values).all()):
+                raise DataError(f"{format.name}, {read.name}", f"NaN or infinite values in its {what} states",
+                                "finite ones", "Leave the file out, or capture it again.")  # fmt: skip
         states[sample.id] = StatesInHand(
             sample.input_ids, read.aux, read.final, convention.after_block, convention.final_norm, format.name
         )
-    return pack_shard(batch, states, path)
+    return states
+
+
+def _refuse_other_states(dataset: str, stored: Sidecar, states: Mapping[str, StatesInHand]) -> None:
+    """A batch's name says its tokens and masks alone: what lies there already may be of another capture."""
+    for entry in stored.info.samples:
+        found = states[entry.id].record.checksums
+        differing = [name for name, checksum in entry.checksums.items() if found.get(name) != checksum]
+        if differing:
+            raise DataError(
+                dataset, f"holds sample {entry.id} ({entry.source}) with other values in {', '.join(differing)}",
+                "a new dataset, or one of these very files", "Import them under another name.",
+            )  # fmt: skip
 
 
 def _sample(format: Format, read: ForeignSample, options: ImportOptions) -> Sample:
@@ -143,13 +160,19 @@ def _sample(format: Format, read: ForeignSample, options: ImportOptions) -> Samp
                 "Say so with --learn-all if every token is; else capture again with a mask.",
             )  # fmt: skip
         mask = torch.ones_like(read.input_ids)
+    mask = mask.double()
     if bool((mask != mask.bool()).any()):
         raise DataError(f"{format.name}, {read.name}", "its loss mask has weights in it", "zeros and ones")
     return Sample.of(read.input_ids.tolist(), mask.to(torch.uint8).tolist(), f"{format.name}:{read.name}")
 
 
-def _convention(format: Format, first: ForeignSample, target: Path, options: ImportOptions) -> Convention:
-    told = options.after_block
+def _convention(
+    format: Format, first: ForeignSample, target: Path, config: Mapping[str, Any], options: ImportOptions
+) -> Convention:
+    told, blocks = options.after_block, config.get("num_hidden_layers")
+    if told is not None and isinstance(blocks, int) and told[-1] >= blocks:
+        raise RecipeError("--after-block", f"{told[-1]}", f"0 to {blocks - 1}: the target has {blocks} blocks",
+                          "Tell the numbers of blocks, from 0, whatever the trainer's own numbering is.")  # fmt: skip
     if told is not None and len(told) != first.aux.shape[1]:
         raise DataError(first.name, f"{first.aux.shape[1]} aux states a token", f"{len(told)}, one a block told")
     if options.reference:
@@ -211,6 +234,9 @@ def _refuse_other_target(format: Format, read: ForeignSample, first: ForeignSamp
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         expected = "ids from 0" + (f" to {vocabulary - 1}, the target's vocabulary" if vocabulary else "")
         raise DataError(where, f"tokens {low} to {high}", expected, do)
+    if read.final.dtype != first.final.dtype:
+        raise DataError(where, f"states of {read.final.dtype}", f"{first.final.dtype}, as in {first.name}",
+                        "Import the files of one capture.")  # fmt: skip
     if read.aux.shape[1:] != first.aux.shape[1:]:
         raise DataError(where, f"{list(read.aux.shape[1:])} aux values a token", f"{list(first.aux.shape[1:])}, as in "
                         f"{first.name}", "Import the files of one capture.")  # fmt: skip

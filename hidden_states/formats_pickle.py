@@ -35,15 +35,10 @@ class PickleFormat(Format):
             ids, mask, aux, final = self.parts(data)
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise self.refuse(path, f"its tensors do not fit together ({error})") from error
-        name = path.relative_to(folder).as_posix()
-        shapes = f"{list(ids.shape)} tokens, aux {list(aux.shape)}, final {list(final.shape)}"
-        right = ids.dim() == 1 and aux.dim() == 3 and final.dim() == 2 and len(ids) == len(aux) == len(final)
-        if not right or aux.shape[2] != final.shape[1] or (mask is not None and mask.shape != ids.shape):
-            raise self.refuse(path, shapes, "[S], [S,A,H], [S,H]")
         said = None
         if "hidden_states_prenorm" in data:  # ModelOpt's newer files
             said = "pre" if data["hidden_states_prenorm"] else "post"
-        return ForeignSample(name, as_int64(ids), mask, aux, final, said)
+        return self.sample(path, folder, ids, mask, aux, final, said)
 
     @abstractmethod
     def parts(self, data: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -77,9 +72,25 @@ class PickleFormat(Format):
             path = folder / place(number)
             path.parent.mkdir(parents=True, exist_ok=True)
             # A view of something larger would be saved with all of it.
-            torch.save({k: _own(v) for k, v in content(number, sample).items()}, path)
+            _save({k: _own(v) for k, v in content(number, sample).items()}, path)
             lengths.append(len(sample.input_ids))
         return lengths
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    try:
+        with open(path, "wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # of torch, in place of what the file said (a full disk)
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def _alone(batch: Tensor) -> Tensor:
+    """[1,...] -> [...]. A second sample would be lost in silence."""
+    (sample,) = batch
+    return sample
 
 
 def _own(value: Any) -> Any:
@@ -98,8 +109,8 @@ class SpecForge(PickleFormat):
     keys = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
 
     def parts(self, data: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        final = data["hidden_state"][0]
-        return data["input_ids"], data["loss_mask"], split_blocks(data["aux_hidden_state"][0], final.shape[1]), final
+        final, aux = _alone(data["hidden_state"]), _alone(data["aux_hidden_state"])
+        return data["input_ids"], data["loss_mask"], split_blocks(aux, final.shape[1]), final
 
     def write(self, folder: Path, samples: Iterator[ForeignSample], count: int, vocab: VocabMap | None) -> None:
         self._write(
@@ -111,7 +122,7 @@ class SpecForge(PickleFormat):
         )  # fmt: skip
         if vocab is not None:
             (folder / "vocab_mapping").mkdir(exist_ok=True)
-            torch.save({"d2t": vocab.d2t, "t2d": vocab.t2d}, folder / "vocab_mapping" / "vocab_mapping.pt")
+            _save({"d2t": vocab.d2t, "t2d": vocab.t2d}, folder / "vocab_mapping" / "vocab_mapping.pt")
 
 
 class SpeculatorsV1(PickleFormat):
@@ -156,9 +167,9 @@ class AngelSlim(PickleFormat):
     keys = ("input_ids", "loss_mask", "target_hiddens", "hidden_states")
 
     def parts(self, data: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        final = data["target_hiddens"][0]
-        aux = split_blocks(data["hidden_states"][0], final.shape[1])
-        return data["input_ids"][0], data["loss_mask"][0], aux, final
+        final = _alone(data["target_hiddens"])
+        aux = split_blocks(_alone(data["hidden_states"]), final.shape[1])
+        return _alone(data["input_ids"]), _alone(data["loss_mask"]), aux, final
 
     def write(self, folder: Path, samples: Iterator[ForeignSample], count: int, vocab: VocabMap | None) -> None:
         self._write(

@@ -2,20 +2,27 @@
 
 import gzip
 import pickle
+import resource
 import shutil
+import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from hidden_states.dataset import Dataset
-from hidden_states.errors import DataError
+from hidden_states.errors import DataError, RecipeError
 from hidden_states.final_norm import FinalNorm
 from hidden_states.formats import ForeignSample, Format, formats
 from hidden_states.formats_export import export_folder
 from hidden_states.formats_import import ImportOptions, import_folder
+from hidden_states.formats_pickle import SpeculatorsV1
 from hidden_states.gate import Reference
 from hidden_states.store import Store, open_store
 from hidden_states.stream import SampleStream
@@ -214,6 +221,103 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(tmp_path: Path) ->
     path.write_bytes(pickle.dumps(Planted()))
     with pytest.raises(DataError):
         format.read(path, tmp_path)
+
+
+NOT_VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda t: None, "list": lambda t: t.tolist(), "word": lambda t: "x", "number": lambda t: 5,
+    "dictionary": lambda t: {"a": t}, "sparse": lambda t: t.to_sparse(), "meta": lambda t: t.to("meta"),
+    "scalar": lambda t: t.sum(),
+    "nothing": lambda t: t.new_empty(0), "complex": lambda t: t.to(torch.complex64),
+    "two samples": lambda t: torch.cat([t, t]),
+}  # fmt: skip
+NOT_TOKENS: dict[str, Callable[[Tensor], Any]] = {
+    "halves": lambda t: t + 0.5, "floats": lambda t: t.float(), "truths": lambda t: t.bool(),
+    "float8": lambda t: t.to(torch.float8_e4m3fn),
+}  # fmt: skip
+NOT_STATES: dict[str, Callable[[Tensor], Any]] = {
+    "float64": lambda t: t.double(), "integers": lambda t: t.int(), "float8": lambda t: t.to(torch.float8_e4m3fn),
+    "another dtype": lambda t: t.bfloat16(), "transposed": lambda t: t.transpose(-1, -2),
+}  # fmt: skip
+TOKENS, MASK = ("input_ids", "token_ids"), ("loss_mask",)
+
+
+def changed(path: Path, key: str, change: Callable[[Tensor], Any]) -> None:
+    """One entry of a sample's file; of a list of tensors, all of them."""
+    data = torch.load(path, weights_only=True)
+    value = data[key]
+    data[key] = [change(part) for part in value] if isinstance(value, list) else change(value)
+    torch.save(data, path)
+
+
+@pytest.mark.parametrize("wrong", [*NOT_VALUES, *NOT_TOKENS, *NOT_STATES])
+@EVERY
+def test_a_tensor_of_another_kind_is_refused_by_its_file(format: Format, wrong: str, tmp_path: Path) -> None:
+    sample = ForeignSample("0", torch.arange(4), torch.ones(4).long(), torch.randn(4, 3, 8), torch.randn(4, 8))
+    for key in getattr(format, "keys", ()):
+        changes = NOT_VALUES | (NOT_TOKENS if key in TOKENS else {} if key in MASK else NOT_STATES)
+        if wrong not in changes or (key in MASK and wrong == "none"):  # no mask is another refusal, see above
+            continue
+        if wrong == "another dtype" and isinstance(format, SpeculatorsV1):  # all of its states are in one list
+            continue
+        (path,) = format.files(written(format, tmp_path / key, [sample]))
+        changed(path, key, changes[wrong])
+        with pytest.raises(DataError, match=path.name):
+            format.read(path, tmp_path / key)
+
+
+@pytest.mark.parametrize("mask", [[[1, None, 1, 1]], [["a"] * 4], [None], [[[1]] * 4], [[1, 1]]])
+def test_a_mask_in_an_arrow_table_that_is_none_is_refused(tmp_path: Path, mask: list[Any]) -> None:
+    format = FORMATS["speculators"]
+    sample = ForeignSample("0", torch.arange(4), torch.ones(4).long(), torch.randn(4, 3, 8), torch.randn(4, 8))
+    (path,) = format.files(written(format, tmp_path, [sample]))
+    table = pa.table({"input_ids": [[0, 1, 2, 3]], "loss_mask": mask})
+    with pa.OSFile(str(next(tmp_path.glob("*.arrow"))), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(DataError, match="loss mask"):
+        format.read(path, tmp_path)
+
+
+@EVERY
+def test_states_that_are_not_those_of_one_capture_are_refused(
+    format: Format, states: dict[str, tuple[list[ForeignSample], object]], store: Store, target: Path, tmp_path: Path
+) -> None:
+    """A value that is none, a file of another dtype, blocks the target does not have; and what is there already."""
+    good = states[format.final_norm][0][:2]
+
+    def attempt(match: str, second: dict[str, Tensor], blocks: tuple[int, ...] = BLOCKS, name: str = "refused") -> None:
+        samples = [good[0], ForeignSample(**(vars(good[1]) | second))]  # type: ignore[arg-type]
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        told = ImportOptions(batch_tokens=64, after_block=blocks, reference=False, draft_vocab_size=64)
+        with pytest.raises((DataError, RecipeError), match=match):
+            import_folder(format, written(format, folder, samples), target, store, name, told)
+
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        aux = good[1].aux.clone()
+        aux[2, 1, 3] = bad
+        attempt("NaN or infinite values in its aux", {"aux": aux})
+    rounded = {"aux": good[1].aux.bfloat16(), "final": good[1].final.bfloat16()}
+    attempt("torch.bfloat16; expected torch.float32", rounded)
+    attempt("0 to 5", {}, blocks=(1, 2, 6))
+    whole = import_folder(format, written(format, tmp_path / "good", good), target, store, "data", OPTIONS).dataset
+    attempt("other values in after_block_2", {"aux": good[1].aux * torch.tensor([1, 2, 1])[:, None]}, name="data")
+    attempt("other values in final", {"final": good[1].final.flip(0)}, name="data")
+    assert whole.verify().problems == []
+
+
+@EVERY
+def test_a_disk_that_fills_up_during_an_export_is_named(
+    format: Format, states: dict[str, tuple[list[ForeignSample], object]], store: Store, target: Path, tmp_path: Path
+) -> None:
+    theirs = written(format, tmp_path / "theirs", states[format.final_norm][0])
+    dataset = import_folder(format, theirs, target, store, "data", OPTIONS).dataset
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written .*File too large"):
+            export_folder(dataset, format, tmp_path / "ours")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_compressed_specforge_files_are_read(tmp_path: Path) -> None:
