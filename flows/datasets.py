@@ -120,7 +120,12 @@ def remove(place: str, recipe: str | None, *, yes: bool, force: bool) -> dict[st
             from tasks.lineage import drafters_of
 
             if not force:
-                drafters = drafters_of(Dataset.open(store, name).digest, tracking_uri(state_dir()))
+                try:
+                    digest = Dataset.open(store, name).digest
+                except DatasetError as error:
+                    do = "Which drafters were trained on it cannot be told. --force removes it all the same."
+                    raise DatasetError(error.where, error.found, error.expected, do) from error
+                drafters = drafters_of(digest, tracking_uri(state_dir()))
             if drafters:
                 raise DatasetError(
                     uri, f"{', '.join(drafters)} in MLflow was trained on it", "one nobody's lineage names",

@@ -15,7 +15,7 @@ from eyas_capture import contract
 from hidden_states.dataset_writer import MANIFEST, DatasetWriter, check_name
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
-from hidden_states.manifest import Blob, Manifest, ShardRecord, Sidecar, read_table
+from hidden_states.manifest import HELD_OUT, Blob, Manifest, ShardRecord, Sidecar, read_table
 from hidden_states.samples import sample_digest
 from hidden_states.shard_file import SampleRows, StoredRows, rows_from_bytes
 from hidden_states.shard_layout import SampleEntry, Span
@@ -86,7 +86,15 @@ class Dataset:
     def samples(self) -> pa.Table:
         """A row a sample: id, source, tokens, loss_tokens, shard (index into the manifest's), row, split, digest,
         checksums (in the order of `Manifest.captured_tensors`)."""
-        return read_table(self._blob(self.manifest.table), self.uri, self.manifest.encoding)
+        table = read_table(self._blob(self.manifest.table), self.uri, self.manifest.encoding)
+        shards = 1 + max(table["shard"].to_pylist(), default=-1)
+        if (len(table), shards) != (self.manifest.samples, len(self.manifest.shards)):
+            raise DatasetError(
+                self.uri, f"a table of {len(table)} samples in {shards} shards",
+                f"{self.manifest.samples} in {len(self.manifest.shards)}, as the manifest says",
+                "Verify the dataset; its manifest was edited or is of another one.",
+            )  # fmt: skip
+        return table
 
     @cached_property
     def sample_ids(self) -> list[str]:
@@ -181,14 +189,22 @@ class Dataset:
         """
         report = Verification(full)
         with ThreadPoolExecutor(4, thread_name_prefix="eyas-verify") as pool:
-            for problems, bytes_read in pool.map(lambda record: self._verify_shard(record, full), self.manifest.shards):
+            numbers = range(len(self.manifest.shards))
+            sidecars = []
+            for problems, bytes_read, sidecar in pool.map(lambda number: self._verify_shard(number, full), numbers):
                 report.shards += 1
                 report.bytes_read += bytes_read
                 report.problems += problems
+                sidecars.append(sidecar)
         for blob in filter(None, (self.manifest.table, self.manifest.vocab_map)):
             try:
                 self._blob(blob)
             except (DatasetError, ObjectMissing) as exc:
+                report.problems.append(str(exc))
+        if not report.problems:
+            try:
+                report.problems += self._misstated([sidecar for sidecar in sidecars if sidecar is not None])
+            except DatasetError as exc:
                 report.problems.append(str(exc))
         if not full and not report.problems:
             count = min(samples, self.manifest.samples)
@@ -202,30 +218,56 @@ class Dataset:
                 report.samples_read += 1
         return report
 
-    def _verify_shard(self, record: ShardRecord, full: bool) -> tuple[list[str], int]:
+    def _misstated(self, sidecars: list[Sidecar]) -> list[str]:
+        """What the manifest and the table say of the whole, and the sidecars do not."""
+        entries = [entry for sidecar in sidecars for entry in sidecar.info.samples]
+        splits = self.samples["split"].to_pylist()
+        made = {
+            "samples": len(entries),
+            "held_out_samples": splits.count(HELD_OUT),
+            "tokens": sum(entry.tokens for entry in entries),
+            "loss_tokens": sum(entry.loss_tokens for entry in entries),
+            "total_bytes": sum(sidecar.info.bytes for sidecar in sidecars),
+            "left_out": {id: reason for sidecar in sidecars for id, reason in sidecar.info.left_out.items()},
+        }
+        where = self.store.object_uri(f"{self.name}/{MANIFEST}")
+        problems = [
+            f"{where}: {name} is {getattr(self.manifest, name)}; its parts make it {value}"
+            for name, value in made.items()
+            if getattr(self.manifest, name) != value
+        ]
+        if self.sample_ids != [entry.id for entry in entries]:
+            problems.append(f"{self.uri}: the table's samples are not those of the sidecars")
+        return problems
+
+    def _verify_shard(self, number: int, full: bool) -> tuple[list[str], int, Sidecar | None]:
+        record = self.manifest.shards[number]
         key = self.key(record)
         where = self.store.object_uri(key)
         info = self.store.head(key)
         if info is None:
-            return [f"{where}: missing"], 0
+            return [f"{where}: missing"], 0, None
         if info.bytes != record.size:
-            return [f"{where}: {info.bytes} bytes; expected {record.size}"], 0
-        problems = []
+            return [f"{where}: {info.bytes} bytes; expected {record.size}"], 0, None
+        problems, sidecar = [], None
         sidecar_key = re.sub(r"\.safetensors$", ".json", key)
         try:
             sidecar = Sidecar.from_bytes(self.store.get_bytes(sidecar_key), self.store.object_uri(sidecar_key))
             if sidecar.info.sha256 != record.sha256 or sidecar.fingerprint != self.fingerprint:
                 problems.append(f"{where}: its sidecar is of another shard or fingerprint")
+            ours = (record.batch, record.crc32, self.manifest.layout(number), self.manifest.final_norm)
+            if (sidecar.info.batch_id, sidecar.info.digest.crc32, sidecar.info.layout, sidecar.info.final_norm) != ours:
+                problems.append(f"{where}: its sidecar says otherwise than the manifest what lies in it, and how")
         except (ObjectMissing, DatasetError) as exc:
             problems.append(str(exc))
         if not full:
-            return problems, 0
+            return problems, 0, sidecar
         sha = hashlib.sha256()
         for block in self.store.blocks(key, record.size):
             sha.update(block)
         if sha.hexdigest() != record.sha256:
             problems.append(f"{where}: sha256 {sha.hexdigest()[:16]}; expected {record.sha256[:16]}")
-        return problems, record.size
+        return problems, record.size, sidecar
 
     def _blob(self, blob: Blob) -> bytes:
         where = f"{self.name}/{blob.key}"

@@ -27,6 +27,10 @@ class Fingerprint:
 
     fields: Mapping[str, Field]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.fields, Mapping):
+            raise TypeError(f"a fingerprint of {self.fields!r}")
+
     @property
     def digest(self) -> str:
         """Hex sha256 of the fields as canonical JSON."""

@@ -8,7 +8,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import fields as dataclass_fields
+from types import UnionType
+from typing import Any, get_origin
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +18,7 @@ import pyarrow.parquet as pq
 from hidden_states.encoding import PLAIN, TAUGHT, Encoding
 from hidden_states.errors import DatasetError
 from hidden_states.fingerprint import Fingerprint
-from hidden_states.shard_layout import SampleEntry, ShardInfo, ShardLayout
+from hidden_states.shard_layout import DTYPES, SampleEntry, ShardInfo, ShardLayout
 from hidden_states.store import FileDigest, check_key
 
 # The second of each is written where the states are kept otherwise than captured: a reader of the first refuses it.
@@ -52,6 +54,30 @@ def canonical(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
 
 
+_BLOCKS = tuple[int, ...]
+_LARGEST = 1 << 63
+
+
+def check_kinds(made: Any) -> None:
+    """Whether every field of a dataclass holds what it is declared with; JSON holds whatever somebody has written.
+
+    Raises:
+        TypeError: a field holds another kind of value.
+        ValueError: a whole number is negative or beyond 63 bits; all of them count or place something.
+    """
+    for one in dataclass_fields(made):
+        value = getattr(made, one.name)
+        kind: Any = one.type if isinstance(one.type, UnionType) else get_origin(one.type) or one.type
+        numbers = value if one.type == _BLOCKS else (value,)
+        whole = type(value) is int and isinstance(0.5, kind)  # 1 for 1.0
+        if isinstance(value, bool) or not (isinstance(value, kind) or whole):
+            raise TypeError(f"`{one.name}` is {value!r}")
+        if one.type == _BLOCKS and any(type(number) is not int for number in numbers):
+            raise TypeError(f"`{one.name}` is {value!r}")
+        if any(type(number) is int and not 0 <= number < _LARGEST for number in numbers):
+            raise ValueError(f"`{one.name}` is {value}")
+
+
 @dataclass(frozen=True)
 class Sidecar:
     """The commit of one batch: which shard holds it, what proves the shard, and what the shard is comparable with."""
@@ -79,8 +105,11 @@ class Sidecar:
             fields["digest"] = FileDigest(**fields["digest"])
             fields["layout"] = ShardLayout.of(fields["layout"], where)
             fields["samples"] = tuple(SampleEntry(**entry) for entry in fields["samples"])
-            return cls(ShardInfo(**fields), fingerprint)
-        except (ValueError, KeyError, TypeError) as exc:
+            made = cls(ShardInfo(**fields), fingerprint)
+            for part in (made.info, made.info.digest, made.info.layout, *made.info.samples):
+                check_kinds(part)
+            return made
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise DatasetError(
                 where,
                 f"not a sidecar ({type(exc).__name__}: {exc})",
@@ -177,18 +206,30 @@ class Manifest:
             fields["after_block"] = tuple(fields["after_block"])
             fields["shards"] = tuple(ShardRecord(**shard) for shard in fields["shards"])
             fields["table"] = Blob(**fields["table"])
-            fields["vocab_map"] = Blob(**fields["vocab_map"]) if fields["vocab_map"] else None
+            fields["vocab_map"] = None if fields["vocab_map"] is None else Blob(**fields["vocab_map"])
             named = (*fields["shards"], fields["table"], fields["vocab_map"])
             for key in (part.key for part in named if part is not None):
                 check_key(key)  # a name that leads out of the dataset is refused before anything is fetched
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError) as exc:
+            made = cls(**fields)
+            for part in filter(None, (made, *named)):
+                check_kinds(part)
+            made._check_sizes()
+            return made
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise DatasetError(
                 where,
                 f"not a manifest ({type(exc).__name__}: {exc})",
                 " or ".join(MANIFEST_FORMATS),
                 "Another version wrote it, or the object is damaged.",
             ) from exc
+
+    def _check_sizes(self) -> None:
+        """Whether the shards' sizes follow from what is said of their content, as all places in them do."""
+        if not self.shards or not self.after_block or self.dtype not in DTYPES:
+            raise ValueError(f"{len(self.shards)} shards, blocks {list(self.after_block)}, dtype {self.dtype!r}")
+        for number, record in enumerate(self.shards):
+            if (expected := self.layout(number).file_bytes) != record.size:
+                raise ValueError(f"{record.key} has {record.size} bytes, and what it is said to hold takes {expected}")
 
     def layout(self, shard: int) -> ShardLayout:
         record = self.shards[shard]

@@ -220,6 +220,13 @@ def test_one_damaged_manifest_does_not_hide_the_other_datasets(house: House, sto
     assert found == 1 and "DAMAGED" in said and "3 samples" in said
 
 
+def test_a_dataset_with_a_damaged_manifest_can_still_be_removed(house: House, store: Store) -> None:
+    store.put_bytes("data/manifest.json", b"{")
+    place = f"{store.uri}/data"
+    house.refused("datasets", "rm", place, "--yes", code=7, says="--force removes it all the same")
+    assert house.run("datasets", "rm", place, "--yes", "--force")[0] == 0 and list(store.list()) == []
+
+
 def test_what_is_whole_is_inspected_without_complaint(house: House, store: Store) -> None:
     """The refusals above refuse nothing else."""
     things = [[f"{store.uri}/data"], [f"{store.uri}/data/"], ["conversations.jsonl", "--recipe", house.recipe]]
