@@ -1,6 +1,7 @@
 """The `eyas` command. Heavy imports wait until a command needs them: `eyas plan` answers without Prefect or MLflow."""
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -262,6 +263,8 @@ def _add_formats(command: Callable[..., argparse.ArgumentParser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; a refusal is printed without a traceback."""
     args = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file's text may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _terminated)
     try:
         settle()

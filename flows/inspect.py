@@ -1,6 +1,7 @@
 """`eyas inspect`: what a thing is, in words, and whether it is intact."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infra.recipe_file import load_recipe, shortened
 from tasks.words import bytes_in_words, number
 
 SHOWN_SAMPLES = 3
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CONVERSATIONS = (".jsonl", ".json", ".parquet", ".gz", ".zst")
 
 
@@ -196,10 +198,15 @@ def print_report(report: dict[str, Any]) -> None:
     for name, value in report["facts"].items():
         console.print(f"  {name:<{width}}  {value}", markup=False)
     for problem in report["problems"] or report.get("left_out", []):
-        console.print(f"  - {problem}", markup=False)
+        console.print(f"  - {_visible(problem)}", markup=False)
     for sample in report.get("samples", []):
         console.print(f"\n{sample['source']} (learned tokens underlined)", markup=False)
         text = Text()
         for part, learned in sample["segments"]:
-            text.append(part, style="green underline" if learned else "dim")
+            text.append(_visible(part), style="green underline" if learned else "dim")
         console.print(text)
+
+
+def _visible(text: str) -> str:
+    """Spelled out what would command the terminal: the text may be a stranger's."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -23,10 +23,13 @@ import pyarrow.parquet as pq
 import zstandard
 
 from hidden_states.errors import DataError
-from hidden_states.messages import RowError, read_row
+from hidden_states.messages import RowError, parse_json, read_row
 
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_MARKS = {  # of other encodings; the longer ones begin with the shorter
+    b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+_LARGEST_WINDOW = 1 << 31  # of zstandard, as `zstd --long=31` writes it; its own bound is 128 MB
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools", "domain")
 _CHUNK = 1 << 20
 
@@ -117,9 +120,9 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             head = file.read(4)
     except OSError as error:
         raise DataError(str(path), f"cannot be read ({error.strerror})", "a JSONL or Parquet file") from error
-    if head[:2] in _UTF16:
-        convert = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path.resolve()))}"
-        raise DataError(str(path), "encoded in UTF-16", "UTF-8", _other_file(path, "utf8", convert))
+    if encoding := next((name for mark, name in _MARKS.items() if head.startswith(mark)), None):
+        convert = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path.resolve()))}"
+        raise DataError(str(path), f"encoded in {encoding}", "UTF-8", _other_file(path, "utf8", convert))
     yield from _parquet_values(path) if head == _PARQUET else _json_values(path, head)
 
 
@@ -132,7 +135,7 @@ def _other_file(path: Path, added: str, command: str) -> str:
 
 
 def _unpacked(path: Path, head: bytes) -> str:
-    reader = "zcat" if head[:2] == _GZIP else "zstdcat" if head == _ZSTD else "cat"
+    reader = "zcat" if head[:2] == _GZIP else "zstdcat" if _is_zstd(head) else "cat"
     return f"{reader} {shlex.quote(str(path.resolve()))}"
 
 
@@ -167,15 +170,11 @@ def _parse(where: str, line: bytes) -> Any:
     except UnicodeDecodeError as error:
         return BadRow(where, "not UTF-8", f"not UTF-8 on line {number}: byte {error.start} is {line[error.start]:#04x}")
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return parse_json(text)
     except RecursionError:
         return BadRow(where, "not JSON", f"not JSON on line {number}: nested too deeply")
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         return BadRow(where, "not JSON", f"not JSON on line {number}: {error}")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _lines(path: Path, head: bytes) -> Iterator[bytes]:
@@ -183,11 +182,16 @@ def _lines(path: Path, head: bytes) -> Iterator[bytes]:
     if head[:2] == _GZIP:
         with gzip.open(path, "rb") as file:
             yield from _stripped(file)
-    elif head == _ZSTD:
+    elif _is_zstd(head):
         yield from _zstd_lines(path)
     else:
         with path.open("rb") as file:
             yield from _stripped(file)
+
+
+def _is_zstd(head: bytes) -> bool:
+    """A frame, or one to be skipped, with which pzstd begins a file."""
+    return head == _ZSTD or (head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5)
 
 
 def _stripped(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -199,7 +203,7 @@ def _zstd_lines(path: Path) -> Iterator[bytes]:
     """zstandard's own reader ends quietly where a truncated file does; this one knows whether the frame is whole."""
     rest = b""
     with path.open("rb") as file:
-        frame = zstandard.ZstdDecompressor().decompressobj()
+        frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
         started = False
         while chunk := file.read(_CHUNK):
             while chunk:
@@ -207,7 +211,8 @@ def _zstd_lines(path: Path) -> Iterator[bytes]:
                 rest += frame.decompress(chunk)
                 chunk = frame.unused_data
                 if frame.eof:
-                    frame, started = zstandard.ZstdDecompressor().decompressobj(), False
+                    frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+                    started = False
                 *complete, rest = rest.split(b"\n")
                 yield from _stripped(complete)
     if started:
@@ -228,8 +233,21 @@ def _parquet_values(path: Path) -> Iterator[tuple[str, Any]]:
                     "a column `messages`, `conversations` or `prompt`",
                 )
             for batch in file.iter_batches(batch_size=256, columns=columns):
-                for value in batch.to_pylist():
+                for value in _rows(batch):
                     number += 1
-                    yield f"{path.name}:{number}", value
+                    where = f"{path.name}:{number}"
+                    yield where, BadRow(where, "not text", str(value)) if isinstance(value, ValueError) else value
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}:{number + 1}", f"not a readable Parquet file ({error})") from error
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """A batch's rows as plain values; the error in place of one that has none (text that is not UTF-8)."""
+    try:
+        yield from batch.to_pylist()
+    except ValueError:
+        for number in range(batch.num_rows):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except ValueError as error:
+                yield error

@@ -14,8 +14,9 @@ its author has said which characters the assistant writes; they are taken as the
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hidden_states.messages import RowError
 from hidden_states.render import PROBE, ChatTemplate, Messages, Span, Tools
@@ -208,14 +209,26 @@ def _check_tools(chat: ChatTemplate, messages: Messages, tools: Tools) -> None:
             raise RowError("template knows no tools", f"the chat template leaves out {what}")
 
 
-def _check_reply_text(chat: ChatTemplate, message: dict[str, str], i: int) -> None:
-    for text in (message["content"], message.get("reasoning_content") or ""):
+def _check_reply_text(chat: ChatTemplate, message: dict[str, Any], i: int) -> None:
+    for text in (message["content"], message.get("reasoning_content") or "", *_texts(message.get("tool_calls"))):
         for token in chat.turn_tokens:
             if token in text:
                 raise RowError(
                     "control token in a reply",
                     f"message {i + 1} spells out {token!r}: it would be learned as a real one, in mid-reply",
                 )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _texts(list(pair))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _says_something(message: dict[str, str]) -> bool:

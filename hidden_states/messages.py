@@ -4,6 +4,7 @@ Nothing is guessed: a role, a part or a tool call that is not understood makes t
 """
 
 import json
+import math
 from typing import Any, NoReturn
 
 _ROLES = {
@@ -21,6 +22,7 @@ _WORDS = {
     "NoneType": "null", "str": "string", "int": "number", "float": "number", "bool": "boolean", "dict": "object",
 }  # fmt: skip
 _KEPT = ("name", "tool_call_id")
+_DEEPEST = 100  # levels of objects in objects; a copy or a rendering of some hundred ends in a RecursionError
 
 
 class RowError(ValueError):
@@ -42,8 +44,12 @@ def read_row(row: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | Non
     messages = [_message(turn, f"message {i}") for i, turn in enumerate(_turns(row), start=1)]
     if not messages:
         _fail("no messages", "the conversation has no messages")
-    if row.get("system") is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _content(row["system"], "`system`")})
+    if row.get("system") is not None:
+        system = {"role": "system", "content": _content(row["system"], "`system`")}
+        if messages[0]["role"] != "system":
+            messages.insert(0, system)
+        elif messages[0]["content"] != system["content"]:
+            _fail("two system prompts", "`system` is another text than message 1, which is a system prompt too")
     tools = _tools(row.get("tools"))
     _check_text(messages, "messages")
     _check_text(tools, "tools")
@@ -71,11 +77,11 @@ def _turns(row: dict[str, Any]) -> list[Any]:
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
         _fail("no known shape", f"{where} is a {_word(turn)}, not an object")
-    name = turn.get("role", turn.get("from"))
+    name = _said(turn, "role", "from")
     if not isinstance(name, str):
         _fail("no role", f"{where} has no role (`role` or `from`)")
     role = name.strip().lower()
-    value = turn.get("content", turn.get("value"))
+    value = _said(turn, "content", "value")
     if role in _CALL_ROLES:
         call = _parsed(value, where)
         calls = call if isinstance(call, list) else [call]
@@ -87,7 +93,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         if turn.get(key) is not None:
             message[key] = turn[key]
     if message["role"] == "assistant":
-        reasoning = turn.get("reasoning_content", turn.get("reasoning"))
+        reasoning = _said(turn, "reasoning_content", "reasoning")
         if reasoning is not None:
             message["reasoning_content"] = _content(reasoning, f"reasoning of {where}")
         if turn.get("tool_calls"):
@@ -125,13 +131,13 @@ def _content(value: Any, where: str) -> str | None:
 def _call(call: Any, where: str) -> dict[str, Any]:
     """A tool call with its arguments as an object: what SGLang hands to the template (templates that print strings as
     they are would otherwise get quotes inside quotes)."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = call if isinstance(call, dict) and call.get("function") is None else _said(call, "function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         _fail("tool call not understood", f"a tool call of {where} names no function")
-    arguments = function.get("arguments", function.get("parameters"))
+    arguments = _said(function, "arguments", "parameters")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = parse_json(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             _fail(
                 "tool call not understood",
@@ -162,13 +168,31 @@ def _parsed(value: Any, where: str) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value)
+        return parse_json(value)
     except (ValueError, RecursionError):
         _fail("not JSON", f"{where} is text that is not JSON")
 
 
-def _check_text(value: Any, where: str) -> None:
-    """Refuse text no tokenizer can take. JSON can spell half of a surrogate pair; UTF-8 cannot."""
+def _said(turn: Any, *keys: str) -> Any:
+    """The value under the first of these keys that has one. Parquet gives every row of a column the same keys."""
+    found = (turn.get(key) for key in keys) if isinstance(turn, dict) else ()
+    return next((value for value in found if value is not None), None)
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError or RecursionError for what is none, NaN and Infinity too."""
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_text(value: Any, where: str, level: int = 0) -> None:
+    """Refuse text no tokenizer can take, and values no JSON can have: JSON can spell half of a surrogate pair, UTF-8
+    cannot; Parquet has dates and bytes."""
+    if level > _DEEPEST:
+        _fail("nested too deeply", f"{where[:40]}... is nested in more than {_DEEPEST} levels")
     if isinstance(value, str):
         try:
             value.encode()
@@ -180,10 +204,13 @@ def _check_text(value: Any, where: str) -> None:
     elif isinstance(value, dict):
         for key, inner in value.items():
             _check_text(key, where)
-            _check_text(inner, f"{where}.{key}")
+            _check_text(inner, f"{where}.{key}", level + 1)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            _check_text(inner, f"{where}[{i}]")
+            _check_text(inner, f"{where}[{i}]", level + 1)
+    elif not isinstance(value, int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        found = repr(value) if isinstance(value, float) else f"a {_word(value)}"
+        _fail("not JSON", f"{where} holds {found}, which JSON does not have")
 
 
 def _word(value: Any) -> str:

@@ -1,5 +1,6 @@
 """An MLflow that is away, other trainers' damaged files and damaged datasets: named in a refusal, never a traceback."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -233,3 +234,19 @@ def test_what_is_whole_is_inspected_without_complaint(house: House, store: Store
     for thing in things:
         found, said = house.run("inspect", *thing)
         assert found == 0 and "intact" in said, said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_no_text_of_a_file_breaks_or_commands_the_terminal(
+    house: House, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [{"role": "user", "content": "\x1b]0;title\x07 \x9b2J \u2603"}, {"role": "assistant", "content": "\x1b[2J!"}]
+    path = house.folder / "odd.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ({"\ud800\x1b[5m": 1}, {"messages": talk})))
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", shown)
+    assert house.run("inspect", str(path), "--recipe", house.recipe)[0] == 1
+    shown.flush()
+    said = shown.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"odd.jsonl:1" in said and rb"\ud800" in said and rb"\x1b[2J!" in said
+    assert not set("\x1b\x07\x9b") & set(said.decode(encoding))

@@ -1,9 +1,11 @@
 """Conversations files: every row is used or named with its line and its reason; a damaged file is never half read."""
 
+import datetime
 import gzip
 import json
 import shutil
 import subprocess
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,12 @@ def compress(kind: str, data: bytes) -> bytes:
         case "zst-frames":  # as a parallel compressor, or `cat a.zst b.zst`, leaves it
             half = len(data) // 2
             return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+        case "zst-skipped":  # as pzstd begins a file
+            return b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + zstandard.ZstdCompressor().compress(data)
+        case "zst-long":  # --long=31
+            long = zstandard.ZstdCompressionParameters(window_log=31)
+            stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+            return stream.compress(data) + stream.flush()
         case _:
             return data
 
@@ -55,7 +63,7 @@ def compress(kind: str, data: bytes) -> bytes:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "zst-frames"])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "zst-frames", "zst-skipped", "zst-long"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("last", [True, False])
@@ -248,6 +256,10 @@ def test_no_row_whatever_it_holds_is_more_than_a_bad_row(row: Any, tmp_path: Pat
             "tool call not understood",
             "'f' of message 1 are not JSON",
         ),
+        ({"messages": [{"role": "gpt", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}]},
+         "tool call not understood", "are not JSON"),
+        ({"system": "Be brief.", "messages": [{"role": "system", "content": "Be long."}, *ROW["messages"]]},
+         "two system prompts", "another text"),
         ({"prompt": "half of a pair: \ud83d"}, "not Unicode", "messages[0].content holds the lone surrogate U+D83D"),
     ],
 )  # fmt: skip
@@ -260,18 +272,81 @@ def test_a_row_that_is_not_understood_says_what_it_was(row: Any, kind: str, reas
     assert reason in found.reason
 
 
+PAIRS = {"role": "from", "content": "value", "reasoning_content": "reasoning"}
+
+
+def test_a_key_without_a_value_hides_no_other_one(tmp_path: Path) -> None:
+    """Parquet, and what was made of it, gives every row the keys of all of them."""
+    call = {"function": {"name": "f", "arguments": None, "parameters": {"x": 1}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "reasoning_content": "Greet."},
+        {"role": "assistant", "content": "", "tool_calls": [call, {"function": None, "name": "g", "arguments": {}}]},
+    ]  # fmt: skip
+    empty = dict.fromkeys([*PAIRS, *PAIRS.values()])
+    other = [{**empty, **{PAIRS.get(key, key): value for key, value in turn.items()}} for turn in turns]
+    same = [{**empty, **turn} for turn in turns]
+    path = write(tmp_path / "x.jsonl", *({"messages": messages} for messages in (turns, other, same)))
+    made = [row.messages for row in usable(path)]
+    assert made[0] == made[1] == made[2] and made[0][1]["reasoning_content"] == "Greet."
+    calls = [call["function"] for call in made[0][2]["tool_calls"]]
+    assert calls == [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+
+
+@pytest.mark.parametrize("level", [101, 300, 450, 600, 800, 950])
+@pytest.mark.parametrize("place", ["tools", "arguments"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_row_of_too_many_levels_is_a_bad_one(level: int, place: str, as_text: bool, tmp_path: Path) -> None:
+    """Shallow enough for the JSON reader, and too deep for what copies and renders it."""
+    deep = '{"a":' * level + "1" + "}" * level
+    value = f"[{deep}]" if place == "tools" else deep
+    value = json.dumps(value) if as_text else value
+    call = f'[{{"name": "f", "arguments": {value}}}]' if place == "arguments" else "[]"
+    tools = value if place == "tools" else "[]"
+    line = f'{{"messages": [{{"role": "gpt", "content": "x", "tool_calls": {call}}}], "tools": {tools}}}'
+    (tmp_path / "x.jsonl").write_text(line)
+    (found,) = read(tmp_path / "x.jsonl")
+    assert isinstance(found, BadRow) and found.where == "x.jsonl:1"
+    assert found.kind in ("nested too deeply", "not JSON", "tool call not understood")
+
+
+@pytest.mark.parametrize("value", [b"\xff", datetime.date(2026, 1, 1), datetime.datetime(2026, 1, 1), Decimal("1.5")])
+def test_what_parquet_has_and_json_has_not_is_a_bad_row(value: Any, tmp_path: Path) -> None:
+    tools = [None, [{"name": "f", "since": value}]]
+    pq.write_table(pa.table({"messages": [ROW["messages"]] * 2, "tools": tools}), tmp_path / "x.parquet")
+    first, second = read(tmp_path / "x.parquet")
+    assert isinstance(first, Conversation) and isinstance(second, BadRow)
+    assert second.where == "x.parquet:2" and "tools[0].function.since holds a " in second.reason
+
+
+def test_text_in_parquet_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
+    offsets, data = (0).to_bytes(4, "little") + (2).to_bytes(4, "little") + (4).to_bytes(4, "little"), b"Hi\xff\xfe"
+    text = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    pq.write_table(pa.table({"prompt": pa.chunked_array([text, pa.array(["Bye"])])}), tmp_path / "x.parquet")
+    first, second, third = read(tmp_path / "x.parquet")
+    assert isinstance(first, Conversation) and isinstance(third, Conversation)
+    assert isinstance(second, BadRow) and (second.where, second.kind) == ("x.parquet:2", "not text")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_file_in_another_encoding_is_refused_by_it(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(json.dumps(ROW).encode(encoding))
+    with pytest.raises(DataError, match=f"encoded in {encoding.upper()}.*iconv -f {encoding.upper()}"):
+        read(tmp_path / "x.jsonl")
+
+
 @pytest.mark.parametrize(
     "line",
     [
         b"[" * 100_000,
         b'{"a": ' + b"1" * 5000 + b"}",
         b'{"prompt": NaN}',
+        b'{"prompt": "x", "tools": [{"name": "f", "size": 1e999}]}',
         b'{"prompt": "\xff"}',
         b"null",
         b"17",
         b'"text"',
     ],
-    ids=["deep", "huge-number", "nan", "not-utf8", "null", "number", "string"],
+    ids=["deep", "huge-number", "nan", "infinite", "not-utf8", "null", "number", "string"],
 )
 def test_a_line_that_is_not_a_row_is_named_not_fatal(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"

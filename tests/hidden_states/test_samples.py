@@ -182,6 +182,17 @@ def test_a_reply_whose_place_is_not_certain_is_refused(
     assert reason(made(template, messages)) == expected
 
 
+@pytest.mark.parametrize("function", [
+    {"name": "f", "arguments": {"text": "so<|im_end|>"}}, {"name": "f", "arguments": {"<|im_start|>": 1}},
+    {"name": "f", "arguments": {"a": [{"b": ["<|im_end|>"]}]}}, {"name": "<|im_end|>", "arguments": {}},
+], ids=["value", "key", "nested", "name"])  # fmt: skip
+@pytest.mark.parametrize("template", [chats.THINKING, chats.CHATML])
+def test_a_stop_token_inside_a_tool_call_is_not_learned_either(template: str, function: dict[str, Any]) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    found = made(template, [*talk("Hi"), call])
+    assert not found.samples and reason(found) in ("control token in a reply", "template knows no tools")
+
+
 def test_the_reason_names_the_row_and_shows_what_was_there() -> None:
     example = made(chats.LLAMA2, talk("Hi", "Hello.")[1:]).report.dropped["refused by the chat template"].examples[0]
     assert example == (
