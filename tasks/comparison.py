@@ -45,7 +45,7 @@ class Side:
 def training_curves(client: MlflowClient, run_id: str | None) -> dict[str, Curve]:
     """Losses of the training below a pipeline run, thinned by averaging; empty where MLflow does not know the run."""
     try:
-        run = client.get_run(run_id or "")
+        run = client.get_run(run_id if isinstance(run_id, str) else "")
     except MlflowException:  # another MLflow's run: a comparison has use without its curves
         return {}
     below = f"tags.mlflow.parentRunId = '{run.info.run_id}' and tags.`eyas.stage` = 'training'"

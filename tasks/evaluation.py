@@ -6,6 +6,7 @@ sets       per prompt set and sampling: name, version, digest, domain, `figures`
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
@@ -182,11 +183,14 @@ class Evaluation:
             if data["format"] != FORMAT:
                 raise DatasetError(str(path), f"format {data['format']}", FORMAT, again)
             records = [_record(entry) for entry in data["sets"]]
-            return cls.of(name, data["settings"], records, data.get("prediction"))
+            settings, prediction = data["settings"], data.get("prediction") or {}
+            if not isinstance(settings, dict) or not isinstance(prediction, dict):
+                raise TypeError("settings or prediction are no object")
+            return cls.of(name, settings, records, prediction)
         except FileNotFoundError:
             raise DatasetError(name, f"no {FILE} in its folder", "a drafter that was served", again) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DatasetError(str(path), f"unusable ({error!r})", "an evaluation written by Eyas") from error
+            raise DatasetError(str(path), f"unusable ({error!r})", "an evaluation written by Eyas", again) from error
 
     def write(self, folder: Path) -> Path:
         """As `evaluation.json` in a folder."""
@@ -214,7 +218,24 @@ def keep_evaluation(job: Job) -> None:
 
 def _record(entry: dict[str, Any]) -> SetRecord:
     own = {field.name: entry[field.name] for field in fields(SetRecord)}
-    return SetRecord(**{**own, "answers": [Answer(**answer) for answer in entry["answers"]]})
+    record = SetRecord(**{**own, "answers": [_answer(answer) for answer in entry["answers"]]})
+    words = (record.name, record.version, record.digest, record.domain)
+    if not record.answers or not all(isinstance(word, str) for word in words) or not isinstance(record.sampling, dict):
+        raise TypeError(f"set {record.name!r} has no answers, or values of another kind")
+    return record
+
+
+def _answer(entry: dict[str, Any]) -> Answer:
+    answer = Answer(**entry)
+    counts = [*answer.histogram, answer.prompt_tokens, answer.tokens, answer.plain_tokens, answer.differs_at or 0]
+    if not all(isinstance(count, int) and 0 <= count < 2**53 for count in counts):
+        raise TypeError(f"counts of prompt {answer.prompt!r}: {counts}")
+    seconds = (answer.latency_s, answer.plain_latency_s)
+    if not all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in seconds):
+        raise TypeError(f"seconds of prompt {answer.prompt!r}: {seconds}")
+    if not isinstance(answer.histogram, list) or not isinstance(answer.prompt, str):
+        raise TypeError(f"prompt {answer.prompt!r}: histogram {answer.histogram!r}")
+    return answer
 
 
 @dataclass(frozen=True)
@@ -247,7 +268,8 @@ def compare(one: Evaluation, other: Evaluation, only: Sequence[str] | None = Non
     _refuse_other_settings(where, one.settings, other.settings)
     common = [key for key in one.sets if key in other.sets]
     if unknown := sorted(set(only or []) - set(common)):
-        raise DatasetError(where, f"no set {', '.join(unknown)} in both", f"one of {', '.join(common)}", "")
+        raise DatasetError(where, f"no set {', '.join(unknown)} in both",
+                           f"one of {', '.join(common)}" if common else None, "")  # fmt: skip
     sets: dict[str, Paired] = {}
     too_few: dict[str, int] = {}
     notes: list[str] = []

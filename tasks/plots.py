@@ -5,6 +5,7 @@ matplotlib draws them with stand-in colours, which are then replaced by `current
 
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ CSS = {ONE: "var(--one)", OTHER: "var(--other)", INK: "currentColor", GRID: "var
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
     "svg.hashsalt": "eyas",  # the same figures give the same bytes
+    "text.parse_math": False,  # names are people's own words; between two $ matplotlib would read TeX
     "font.family": "sans-serif", "font.size": 9,
     "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
@@ -134,7 +136,9 @@ def _legend(figure: Figure, names: Names) -> None:
 def _svg(figure: Figure, name: str, title: str) -> str:
     """The bare `<svg>` element, with an id, a name for screen readers, and the page's colours."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with warnings.catch_warnings():  # a name in letters matplotlib's own font lacks: the page's font has them
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

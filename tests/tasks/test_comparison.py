@@ -2,11 +2,13 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
@@ -14,7 +16,7 @@ from flows.compare import compare_drafters, print_comparison
 from hidden_states.errors import DatasetError
 from tasks import plots
 from tasks.comparison import POINTS, Side, compare_sides, training_curves
-from tasks.comparison_page import comparison_page, short_names
+from tasks.comparison_page import comparison_page, figures, short_names
 from tasks.differences import differences
 from tasks.verdict_report import alone, markdown
 from tests.tasks.registered import DOMAINS, LINEAGE, MODEL, registered, served
@@ -101,6 +103,27 @@ def test_names_of_models_and_sets_cannot_become_markup() -> None:
     page = comparison_page(compare_sides(Side(wicked, one.evaluation, {}), other))
     assert wicked not in page and "&lt;script&gt;" in page
     assert "No loss curves" in page and "no lineage.json" in page
+
+
+@pytest.mark.parametrize(
+    "name", ["$a$", "$\\frac{$", "cost $1 or $2", "_x", "名前", "a\"b'c", "[red]x[/]", "%s {{7*7}}"]
+)
+@pytest.mark.filterwarnings("error")
+def test_names_are_shown_as_they_are_written(name: str) -> None:
+    (one, other), shown = pair(), str(escape(name))
+    sets = {key: replace(found, name=name) for key, found in one.evaluation.sets.items()}
+    served_as = [replace(side.evaluation, sets={name: sets["repos"]}) for side in (one, other)]
+    answer = compare_sides(Side(name, served_as[0]), Side("m/1", served_as[1]))
+    page = comparison_page(answer)
+    assert f"<td>{shown}</td>" in page and f'<span class="one">{shown}</span>' in page
+    for svg in figures(answer, answer["names"]).values():
+        text = "".join(ElementTree.fromstring(svg).itertext())
+        assert name in text, text
+
+
+def test_settings_that_were_not_noted_leave_gaps_in_the_page() -> None:
+    one, other = (replace(side, evaluation=replace(side.evaluation, settings={})) for side in pair())
+    assert "Target -, SGLang -" in comparison_page(compare_sides(one, other))
 
 
 def test_the_same_comparison_makes_the_same_page() -> None:
@@ -190,6 +213,8 @@ def test_a_long_training_is_thinned_without_losing_its_ends(registry: Registry) 
     values = [value for _, value in curve]
     assert values == sorted(values, reverse=True) and values[0] > 990
     assert training_curves(registry.client, "unknown") == training_curves(registry.client, None) == {}
+    for run_id in (3, [1], {}):  # of a lineage written by hand
+        assert training_curves(registry.client, run_id) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Comparing drafters, and the champion that is earned."""
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ def test_drafters_are_compared_set_by_set_on_the_prompts_they_share(tmp_path: Pa
     assert list(compare(one, other, ["chat"]).sets) == ["chat"]
     with pytest.raises(DatasetError, match="no set maths in both"):
         compare(one, other, ["maths"])
+    with pytest.raises(DatasetError, match=r"no set chat in both\.$"):
+        compare(one, evaluation(tmp_path / "d", "d", record("else", range(9), [1])), ["chat"])
     with pytest.raises(DatasetError, match="2 prompts in common"):
         compare(one, evaluation(tmp_path / "c", "c", record("held-out", range(10, 30), [1])))
 
@@ -148,6 +151,33 @@ def test_an_evaluation_that_cannot_be_used_is_refused_with_what_to_do(
     if text is not None:
         (tmp_path / FILE).write_text(text)
     with pytest.raises(DatasetError, match=says):
+        Evaluation.read(tmp_path, "model/3")
+
+
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "": {"settings": [None, [1], "x"], "prediction": [[1], "x"], "sets": [None, 3, [3]]},
+    "set": {"name": [None, 3], "domain": [None, [1]], "digest": [None], "sampling": [None, "x"], "answers": [None, []]},
+    "answer": {
+        "histogram": [None, "12", ["a"], [[1]], [1.5], [-1, 3], [math.nan], [math.inf], [10**30], {"0": 1}],
+        "prompt": [None, 3, [3]], "tokens": [None, "x", -1], "differs_at": ["x", -1],
+        "latency_s": [None, "x", -1.0, math.nan, math.inf], "plain_latency_s": [math.nan],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [(place, key, value) for place, keys in WRONG.items() for key, values in keys.items() for value in values],
+)
+def test_an_evaluation_with_a_value_of_another_kind_is_refused(
+    tmp_path: Path, place: str, key: str, value: Any
+) -> None:
+    evaluation(tmp_path, "a", record("held-out", range(FEWEST), [4, 3]))
+    content = json.loads((tmp_path / FILE).read_text())
+    entry = content if not place else content["sets"][0] if place == "set" else content["sets"][0]["answers"][0]
+    entry[key] = value
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(DatasetError, match=r"unusable .*eyas evaluate RECIPE --drafter model/3"):
         Evaluation.read(tmp_path, "model/3")
 
 
