@@ -6,6 +6,7 @@ takes from the target what must be equal (hidden size, vocabulary, the captured 
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -57,6 +58,12 @@ class DrafterConfig:
         object.__setattr__(self, "after_block", tuple(self.after_block))
         if isinstance(self.latent, dict):
             object.__setattr__(self, "latent", LatentSizes(**self.latent))
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                 "vocab_size", "max_position_embeddings")  # fmt: skip
+        if wrong := [f"`{name}` is {getattr(self, name)!r}" for name in sizes if not is_size(getattr(self, name))]:
+            raise TrainingError("drafter sizes", ", ".join(wrong), "whole numbers above 0", "Correct the config.")
+        if not is_positive(self.rms_norm_eps):
+            raise TrainingError("drafter rms_norm_eps", f"{self.rms_norm_eps!r}", "a number above 0", "")
         blocks = self.after_block
         if not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0 or blocks[-1] >= self.target_blocks:
             raise TrainingError(
@@ -203,7 +210,7 @@ def resolve_rope(config: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return _rope(config)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         given = config.get("rope_parameters") or config.get("rope_scaling")
         raise TrainingError(
             "config.json, rope", f"{given!r} with rope_theta {config.get('rope_theta')!r}",
@@ -219,7 +226,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     if kind == "default":
-        return rope
+        return _with_numbers(rope)
     rope["factor"] = float(given.get("factor", 1.0))
     if kind in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = int(
@@ -235,4 +242,16 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
         for name in ("mscale", "mscale_all_dim"):
             if given.get(name) is not None:
                 rope[name] = float(given[name])
+    return _with_numbers(rope)
+
+
+def _with_numbers(rope: dict[str, Any]) -> dict[str, Any]:
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        if not is_positive(rope.get(name, 1)):
+            raise ValueError(f"{name} is {rope[name]}")
     return rope
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value of a config is a number above 0, and a finite one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from drafter.config import LatentSizes, read_target_config, resolve_rope
+from drafter.config import LatentSizes, is_positive, read_target_config, resolve_rope
 from drafter.layer_ids import blocks_sglang_captures
-from drafter.naming import to_sglang_name
+from drafter.naming import map_problem, to_sglang_name
 from hidden_states.errors import TrainingError
-from hidden_states.target_config import language_config
+from hidden_states.target_config import is_size, language_config
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-          "draft_vocab_size", "target_hidden_size", "max_position_embeddings")  # fmt: skip
+          "draft_vocab_size", "target_hidden_size", "max_position_embeddings", "num_aux_hidden_states")  # fmt: skip
+# `get_rope` of SGLang 0.5.23
+_ROPES = ("default", "linear", "llama3", "dynamic", "yarn", "deepseek_yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def inspect_drafter(folder: str | Path, target: str | Path | None = None) -> Ins
         raise TrainingError(str(folder / "config.json"), "an empty object", "a drafter's config", "Export it again.")
     try:
         return _inspected(folder, config, target_config)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
         raise TrainingError(
             str(folder / "config.json"), f"a value of another kind than a model's config has ({error!r})",
             "a drafter's config" + ("" if target is None else f", and a model's in {target}"), "Export it again.",
@@ -52,10 +55,16 @@ def inspect_drafter(folder: str | Path, target: str | Path | None = None) -> Ins
 
 def _inspected(folder: Path, config: dict[str, Any], target: dict[str, Any] | None) -> Inspection:
     for name in _SIZES:
-        if config.get(name) is not None and not isinstance(config[name], int):
+        if config.get(name) is not None and not is_size(config[name]):
             raise TypeError(f"`{name}` is {config[name]!r}")
-    shapes, unreadable = _shapes(folder)
-    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not is_positive(config.get("rms_norm_eps", 1e-6)):
+        raise TypeError(f"`rms_norm_eps` is {config['rms_norm_eps']!r}")
+    shapes, d2t, unreadable = _tensors(folder)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or None
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise TypeError(f"`eagle_aux_hidden_state_layer_ids` is {ids!r}")
+    if not isinstance(config.get("architectures") or [], list):
+        raise TypeError(f"`architectures` is {config['architectures']!r}")
     rope = resolve_rope(config)
     hidden, draft_vocab = config.get("hidden_size"), config.get("draft_vocab_size")
     facts: dict[str, Any] = {
@@ -69,23 +78,36 @@ def _inspected(folder: Path, config: dict[str, Any], target: dict[str, Any] | No
         "parameters": sum(_count(s) for n, s in shapes.items() if n not in ("d2t", "t2d")),
     }
     problems = unreadable + _own_problems(config, shapes, ids)
+    if rope["rope_type"] not in _ROPES:
+        problems.append(f"rope_type is {rope['rope_type']!r}; SGLang knows {', '.join(_ROPES)}")
+    if d2t is not None and d2t.dim() == 1 and config.get("vocab_size"):
+        problems += filter(None, [map_problem(d2t, config["vocab_size"])])
     if target is not None:
         problems += _misfits(config, target, ids, facts)
     return Inspection(facts, problems)
 
 
-def _shapes(folder: Path) -> tuple[dict[str, list[int]], list[str]]:
-    """Every tensor's shape by SGLang's name for it; and a line a file that cannot be read."""
+def _tensors(folder: Path) -> tuple[dict[str, list[int]], Tensor | None, list[str]]:
+    """Every tensor's shape by SGLang's name for it; the vocabulary map; and what cannot be read, or not as weights."""
     shapes: dict[str, list[int]] = {}
-    unreadable = []
+    d2t, wrong = None, []
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    shapes[to_sglang_name(name)] = tensors.get_slice(name).get_shape()
+                for given in tensors.keys():  # noqa: SIM118
+                    name, stored = to_sglang_name(given), tensors.get_slice(given)
+                    if name in shapes:
+                        wrong.append(f"{name} is there twice ({given} in {file.name} is not the first)")
+                    shapes[name] = stored.get_shape()
+                    if name == "d2t":
+                        d2t = tensors.get_tensor(given)
+                    elif name != "t2d" and not stored.get_dtype().startswith(("F", "BF")):
+                        wrong.append(
+                            f"{name} holds {stored.get_dtype()}; SGLang would take the bare numbers for weights"
+                        )
         except (SafetensorError, OSError) as error:
-            unreadable.append(f"{file.name} cannot be read ({error})")
-    return shapes, unreadable
+            wrong.append(f"{file.name} cannot be read ({error})")
+    return shapes, d2t, wrong
 
 
 def _count(shape: list[int]) -> int:
@@ -124,11 +146,14 @@ def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: lis
         problems.append(f"architectures says {architecture or 'nothing'}; SGLang looks for {' or '.join(_ATTENTION)}")
     if not shapes:
         return [*problems, "there is no *.safetensors file with tensors in it"]
+    if config.get("num_hidden_layers") != 1:
+        problems.append(f"num_hidden_layers is {config.get('num_hidden_layers')}; an EAGLE-3 drafter has 1 block")
     h = config.get("hidden_size") or 0
+    width = config.get("target_hidden_size") or h
     aux = config.get("num_aux_hidden_states") or len(ids or [0, 0, 0])
     i, d = config.get("intermediate_size"), config.get("draft_vocab_size") or config.get("vocab_size")
     wanted: dict[str, list[Any]] = {
-        "fc.weight": [h, (config.get("target_hidden_size") or h) * aux], "norm.weight": [h], "lm_head.weight": [d, h],
+        "fc.weight": [h, width * aux], "norm.weight": [h], "lm_head.weight": [d, h],
         "midlayer.mlp.gate_proj.weight": [i, h], "midlayer.mlp.up_proj.weight": [i, h],
         "midlayer.mlp.down_proj.weight": [h, i], "midlayer.input_layernorm.weight": [h],
         "midlayer.hidden_norm.weight": [h], "midlayer.post_attention_layernorm.weight": [h],
@@ -138,7 +163,16 @@ def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: lis
     if config.get("draft_vocab_size") not in (None, config.get("vocab_size")):
         wanted["d2t"] = [d]
     if config.get("fc_norm") or config.get("use_aux_norm"):
-        wanted |= {f"fc_norm.{a}.weight": [h] for a in range(aux)}
+        wanted |= {f"fc_norm.{a}.weight": [width] for a in range(aux)}
+    if (config.get("eagle_config") or {}).get("norm_before_fc") or config.get("norm_before_fc"):
+        wanted["input_norm.weight"] = [width * aux]
+    if config.get("attention_bias") or config.get("bias"):  # q, k and v never have one in this class
+        wanted["midlayer.self_attn.o_proj.bias"] = [h]
+    if config.get("bias"):
+        wanted["fc.bias"] = [h]
+    lent = config.get("tie_word_embeddings") or config.get("draft_vocab_size") is None  # the head is the target's then
+    if lent and "lm_head.weight" not in shapes:
+        del wanted["lm_head.weight"]
     for name, shape in wanted.items():
         if name not in shapes:
             problems.append(f"{name} is missing: SGLang would keep random values for it")
@@ -148,6 +182,10 @@ def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: lis
     problems += [f"{n} is a name SGLang skips silently" for n in shapes if n not in wanted and n not in ignored]
     if ids is None:
         problems.append("eagle_config names no layer ids: SGLang would capture its own default blocks")
+    elif ids != sorted(set(ids)):
+        problems.append(f"layer ids {ids} do not ascend: SGLang hands out each block once, in the model's order")
+    elif aux != len(ids):
+        problems.append(f"num_aux_hidden_states is {aux}; there are {len(ids)} layer ids")
     return problems
 
 
@@ -173,8 +211,8 @@ def _misfits(config: dict[str, Any], target: dict[str, Any], ids: list[int] | No
             problems.append(
                 f"it was trained on the outputs of blocks {said['after_block']}, SGLang will capture {blocks}"
             )
-        if blocks and not 0 <= min(blocks) <= max(blocks) < text["num_hidden_layers"]:
-            problems.append(f"block {max(blocks)} is beyond the target's {text['num_hidden_layers']} blocks")
+        beyond = [block for block in blocks if not 0 <= block < text["num_hidden_layers"]]
+        problems += [f"block {block} is beyond the target's {text['num_hidden_layers']} blocks" for block in beyond]
     reach = text.get("max_position_embeddings") or 0
     if (config.get("max_position_embeddings") or 0) < reach:
         problems.append(f"max_position_embeddings is {config.get('max_position_embeddings')}, the target's {reach}")

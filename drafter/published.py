@@ -21,6 +21,9 @@ from drafter.naming import load_drafter
 from hidden_states.errors import Refusal, TrainingError
 from hidden_states.target_config import language_config
 
+_DTYPES = ("float32", "bfloat16", "float16")
+_NOT_ONE = ("partial_rotary_factor", "attn_factor", "extrapolation_factor", "rope_is_neox_style")  # SGLang reads them
+
 
 def published_config(folder: str | Path, target: dict[str, Any]) -> DrafterConfig:
     """The shape of a drafter in the layout of SGLang, SpecForge (the same), vLLM or speculators.
@@ -31,14 +34,33 @@ def published_config(folder: str | Path, target: dict[str, Any]) -> DrafterConfi
     Args:
         target: `config.json` of the model it drafts for.
 
-    Raises: TrainingError for a variant whose block differs from EAGLE-3's.
+    Raises: TrainingError for a variant whose block differs from EAGLE-3's, or what is no drafter's config.
     """
     given = read_target_config(folder)
+    try:
+        return _published(folder, given, target)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TrainingError(
+            str(Path(folder) / "config.json"), f"keys are missing, or of another kind ({error!r})",
+            "a drafter's config, and its target's", "Are both folders complete?",
+        ) from error  # fmt: skip
+
+
+def _published(folder: str | Path, given: dict[str, Any], target: dict[str, Any]) -> DrafterConfig:
     text = {**given, **(given.get("transformer_layer_config") or {})}
     if given.get("norm_before_residual"):
         raise TrainingError(
             str(folder), "norm_before_residual", "EAGLE-3's block, whose residual is the un-normed state",
             "SGLang's LlamaForCausalLMEagle3 would run these weights as another model; they cannot be continued here.",
+        )  # fmt: skip
+    if (given.get("eagle_config") or {}).get("norm_before_fc") or given.get("norm_before_fc"):
+        raise TrainingError(str(folder), "norm_before_fc", "states that go into fc as they are, or through fc_norm",
+                            "This block is another model; it cannot be continued here.")  # fmt: skip
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if turned := [f"{name} {at[name]}" for name in _NOT_ONE for at in (text, rope) if at.get(name) not in (None, 1)]:
+        raise TrainingError(
+            str(folder), ", ".join(turned), "rope of whole heads without further factors",
+            "SGLang runs these weights with it; here they would be trained on as another model.",
         )  # fmt: skip
     inner = language_config(target)
     n = inner["num_hidden_layers"]
@@ -85,7 +107,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         given = read_target_config(args.drafter)
-        dtype = getattr(torch, given.get("torch_dtype") or given.get("dtype") or "float32")
+        name = given.get("torch_dtype") or given.get("dtype") or "float32"
+        if name not in _DTYPES:
+            raise TrainingError(f"{args.drafter}/config.json", f"dtype {name!r}", f"one of {', '.join(_DTYPES)}", "")
+        dtype = getattr(torch, name)
         drafter = load_published(args.drafter, args.target, dtype)
         export_drafter(drafter, args.out, args.format, dtype)
     except Refusal as refusal:

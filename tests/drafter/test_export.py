@@ -56,7 +56,8 @@ def target_folder(folder: Path, **changes: object) -> Path:
 
 def change_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
 
 
 @pytest.mark.parametrize("latent", [None, LATENT])
@@ -181,6 +182,11 @@ def test_a_config_follows_its_target() -> None:
         ({}, [], 4096, {}, "ascending"),
         ({}, [1], 50000, {}, "1 to 49152"),
         ({}, [1], 4096, {"num_key_value_heads": 2}, "multiple"),
+        ({}, [1], 4096, {"num_key_value_heads": 0}, "`num_key_value_heads` is 0"),
+        ({}, [1], 4096, {"head_dim": -64}, "`head_dim` is -64"),
+        ({}, [1], 4096, {"intermediate_size": 1.5}, "is 1.5"),
+        ({}, [1], 4096, {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rms_norm_eps": 0}, [1], 4096, {}, "rms_norm_eps"),
         ({}, [1], 4096, {"hidden_size": 512}, "576"),
         ({}, [1], 4096, {"width": 512}, "width"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, [1], 4096, {}, "longrope"),
@@ -213,6 +219,21 @@ def test_inspection_finds_that_a_drafter_fits(tmp_path) -> None:
         ({"fc_norm": True}, {}, "fc_norm.0.weight is missing"),
         ({"architectures": ["LlamaForCausalLM"]}, {}, "LlamaForCausalLMEagle3"),
         ({"eagle_config": {}}, {}, "names no layer ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, {}, "names no layer ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 2, 0]}}, {}, "do not ascend"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 4]}}, {}, "do not ascend"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, {}, "is 3; there are 2 layer ids"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "eyas": None},
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            "^block -1 is beyond the target's 6 blocks",
+        ),
+        ({"num_hidden_layers": None}, {}, "num_hidden_layers is None"),
+        ({"num_hidden_layers": 2}, {}, "is 2; an EAGLE-3"),
+        ({"rope_parameters": {"rope_type": "foo"}}, {}, "rope_type is 'foo'; SGLang knows default"),
+        ({"attention_bias": True}, {}, "o_proj.bias is missing"),
+        ({"bias": True}, {}, "fc.bias is missing"),
+        ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
     ],
 )
 def test_inspection_names_what_does_not_fit(tmp_path, drafter, target, says) -> None:
@@ -220,6 +241,34 @@ def test_inspection_names_what_does_not_fit(tmp_path, drafter, target, says) -> 
     change_config(folder, **drafter)
     found = inspect_drafter(folder, target_folder(tmp_path, **target))
     assert any(re.search(says, problem) for problem in found.problems), found.problems
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: value} for name in ("hidden_size", "num_attention_heads", "vocab_size", "num_aux_hidden_states")
+          for value in (0, -3, True, 1.0, "3", [3])),
+        *({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}} for ids in (3, "024", {"a": 1}, [0, 2, "4"],
+                                                                                [0.0, 2.0, 4.0], [False, 2, 4], [[0]])),
+        *({"rms_norm_eps": value} for value in ("x", 0, -1e-6, True, [1e-6])),
+        {"architectures": "LlamaForCausalLMEagle3"}, {"eagle_config": [1]}, {"eyas": "x"},
+    ],
+)  # fmt: skip
+def test_inspection_refuses_values_of_another_kind(tmp_path, change) -> None:
+    folder = exported(tmp_path)
+    change_config(folder, **change)
+    with pytest.raises(TrainingError, match="of another kind"):
+        inspect_drafter(folder, target_folder(tmp_path))
+
+
+def test_inspection_asks_for_no_head_that_is_the_targets(tmp_path) -> None:
+    folder = exported(tmp_path, draft_vocab_size=40)
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if n not in ("lm_head.weight", "d2t")}, folder / "model.safetensors")
+    assert any("lm_head.weight is missing" in problem for problem in inspect_drafter(folder).problems)
+    for change in ({"tie_word_embeddings": True}, {"tie_word_embeddings": False, "draft_vocab_size": None}):
+        change_config(folder, **change)
+        assert inspect_drafter(folder, target_folder(tmp_path)).problems == []
 
 
 def test_inspection_names_weights_sglang_would_skip(tmp_path) -> None:
