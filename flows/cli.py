@@ -1,6 +1,7 @@
 """The `eyas` command. Heavy imports wait until a command needs them: `eyas plan` answers without Prefect or MLflow."""
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -193,7 +194,9 @@ def parser() -> argparse.ArgumentParser:
     ):
         made = command(name, function, text)
         made.add_argument("recipe", help="a recipe file, or the name of one of infra/recipes/")
-        made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. train.lr=1e-4")
+        made.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="override a key, e.g. train.lr=1e-4"
+        )
         if name == "evaluate":
             text = "MODEL/VERSION or MODEL@ALIAS in MLflow, or a drafter's folder; left out = the champion"
             made.add_argument("--drafter", metavar="MODEL/VERSION|FOLDER", help=text)
@@ -225,7 +228,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--back", action="store_true", help="go back to the champion before this one")
     made.add_argument("--reason", help="why, kept in the history")
     made = command("serve", serve, "offer the flows to Prefect: started from its pages, by schedules, retried there")
-    made.add_argument("recipes", nargs="*", metavar="RECIPE", help="a deployment each, with the recipe's schedule")
+    made.add_argument(
+        "recipes", nargs="*", default=[], metavar="RECIPE", help="a deployment each, with the recipe's schedule"
+    )
     made.add_argument("--notify", metavar="TYPE/NAME", help="block of Prefect that is told when an automation fires")
     text = "do not pause the schedules at the end: another host serves the same recipes"
     made.add_argument("--keep-schedules", action="store_true", help=text)
@@ -260,9 +265,12 @@ def _add_formats(command: Callable[..., argparse.ArgumentParser]) -> None:
     made.add_argument("--recipe", help="recipe whose store and target are used")
 
 
+NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; a refusal is printed without a traceback."""
-    args = parser().parse_args(argv)
+    args = _parsed(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's text may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _terminated)
@@ -271,14 +279,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.function(args)
     except Refusal as refusal:
         return _refuse(args, refusal)
+    except BrokenPipeError:  # the reader (head, less) left early
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in NO_ACCESS:
+            raise
+        said = f"{error.strerror or error}"
+        do = "EYAS_HOME names another folder for what Eyas keeps."
+        return _refuse(args, Refusal(str(error.filename or "a file"), said, "room, and the right to write there", do))
     except KeyboardInterrupt:
         print(
             f"\neyas {args.command}: interrupted. Nothing is lost; the same command goes on from here.", file=sys.stderr
         )
         return 130
-    except BrokenPipeError:  # the reader (head, less) left early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. What stands behind an option belongs to `key=value` or to the recipes; argparse, which has
+    given these their words by then, calls it unrecognized."""
+    made = parser()
+    args, rest = made.parse_known_args(argv)
+    if rest:
+        many = next((name for name in ("overrides", "recipes") if hasattr(args, name)), None)
+        if many is None or any(word.startswith("-") for word in rest):
+            made.error(f"unrecognized arguments: {' '.join(rest)}")
+        setattr(args, many, [*getattr(args, many), *rest])
+    return args
 
 
 def _refuse(args: argparse.Namespace, refusal: Refusal) -> int:

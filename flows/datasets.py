@@ -11,7 +11,7 @@ from flows.environment import state_dir
 from flows.workshop import open_section
 from hidden_states.dataset import Dataset, remove_dataset
 from hidden_states.dataset_writer import MANIFEST, PARTS_OF_WRITER, check_name
-from hidden_states.errors import DatasetError
+from hidden_states.errors import DatasetError, RecipeError
 from hidden_states.store import Store
 from infra.recipe import Store as StoreSection
 from infra.recipe_file import load_recipe
@@ -28,6 +28,9 @@ def opened(place: str, recipe: str | None, *, whole: bool = False) -> Iterator[t
     Args:
         whole: `place` is a store's URI, not a dataset's; the name is "".
     """
+    if not place and not whole:
+        raise RecipeError("eyas datasets", "no dataset is named", "its URI, or its name in the recipe's store",
+                          "`eyas datasets list` shows what is there.")  # fmt: skip
     given = load_recipe(recipe).store.model_dump() if recipe else {}
     uri, name = given.get("uri", StoreSection().uri), place
     if "://" in place:

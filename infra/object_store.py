@@ -68,14 +68,23 @@ def store_command(data: Path, bucket: str, port: int, name: str = "127.0.0.1", l
 
 
 def credentials(folder: Path) -> tuple[str, str]:
-    """Access key and secret of the server in `folder`, drawn at random the first time."""
+    """Access key and secret of the server in `folder`, drawn at random the first time.
+
+    Raises:
+        ServerError: the file that keeps them is damaged.
+    """
     path = folder / "credentials.json"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        kept = json.loads(path.read_text())
-        return kept["access_key"], kept["secret_key"]
+        try:
+            kept = json.loads(path.read_text())
+            return str(kept["access_key"]), str(kept["secret_key"])
+        except (ValueError, KeyError, TypeError):
+            raise ServerError(
+                str(path), "damaged", "an access key and a secret", "Remove it; a server that starts draws new ones."
+            ) from None
     drawn = secrets.token_hex(10).upper(), secrets.token_urlsafe(30)
     with open(descriptor, "w") as file:
         json.dump({"access_key": drawn[0], "secret_key": drawn[1]}, file)

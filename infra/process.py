@@ -203,8 +203,10 @@ def read_record(pid_file: Path) -> dict[str, Any] | None:
     """The pid file's content; None if there is none or it is not one of ours."""
     try:
         record = json.loads(Path(pid_file).read_text())
-        return record if {"lifeline", "command", "owner", "boot_id", "mark"} <= record.keys() else None
-    except (FileNotFoundError, ValueError, AttributeError):
+        entries = (record["lifeline"], record["command"], record["owner"])
+        ours = {"boot_id", "mark"} <= record.keys() and all({"pid", "start_time"} <= e.keys() for e in entries)
+        return record if ours else None
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 

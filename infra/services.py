@@ -146,10 +146,10 @@ class LocalStack:
 
     def _known(self) -> dict[str, str]:
         try:
-            urls: dict[str, str] = json.loads(self.file.read_text())["urls"]
-        except (FileNotFoundError, ValueError, KeyError):
+            urls = json.loads(self.file.read_text())["urls"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return {}
-        return urls
+        return {name: url for name, url in urls.items() if isinstance(url, str)} if isinstance(urls, dict) else {}
 
     def _process(self, name: str) -> DetachedProcess:
         log, pid_file = _files(self.state_dir, name)

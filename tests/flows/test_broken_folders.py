@@ -1,13 +1,20 @@
 """A broken target, drafter, program or folder is named in a refusal, never shown as a traceback."""
 
+import argparse
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from flows import environment
+from flows.cli import NO_ACCESS, main
 from flows.doctor import examine
+from hidden_states.errors import ServerError
+from infra.lifeline import boot_id
+from infra.object_store import credentials
 from infra.recipe_file import load_recipe
+from infra.services import LocalStack
 from tests.flows.house import Break, House, config, text, without
 from tests.tiny_models import make_tiny_draft
 
@@ -151,3 +158,75 @@ def test_an_empty_eyas_home_is_none_and_prefects_home_can_be_made(
     assert environment.state_dir() == tmp_path / ".eyas"
     environment.settle()
     assert Path(os.environ["PREFECT_HOME"]).parent.is_dir()  # Prefect makes one folder, not two
+
+
+STATE_FILES = {
+    "stack.json": ("", "[]", "null", "3", '"x"', "{", '{"urls": []}', '{"urls": null}', '{"urls": {"prefect": 3}}'),
+    "services/prefect.pid.json": ("", "[]", "{}", "null", *(
+        json.dumps({"lifeline": {"pid": 1, "start_time": 1}, "command": {"pid": 1, "start_time": 1}, "mark": "m",
+                    "owner": {"pid": 1, "start_time": 1}, "boot_id": boot_id(), part: value})
+        for part in ("lifeline", "command", "owner") for value in (None, 3, "x", [], {}, {"pid": 1})
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, c) for name, found in STATE_FILES.items() for c in found])
+def test_what_the_stack_wrote_down_may_be_damaged(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "stack.json").write_text('{"urls": {"prefect": "http://127.0.0.1:1/api"}}')
+    (tmp_path / name).write_text(content)
+    stack = LocalStack(tmp_path)
+    assert stack.environment() == {} and not any(found["running"] for found in stack.status()["services"].values())
+    assert stack.down() == [] and not (tmp_path / "stack.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", "{}", '{"access_key": "a"}'])
+def test_damaged_credentials_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "credentials.json").write_text(content)
+    with pytest.raises(ServerError, match=r"credentials\.json: damaged; .* Remove it"):
+        credentials(tmp_path)
+
+
+@pytest.mark.parametrize("code", NO_ACCESS)
+@pytest.mark.parametrize("command", [["up"], ["down"], ["champion", "m"], ["datasets", "list"], ["compare", "a", "b"]])
+def test_a_state_folder_that_cannot_be_written_is_named(
+    house: House, command: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code), "/state/prefect")
+
+    monkeypatch.setattr(f"flows.cli.{command[0]}", refuse)
+    house.refused(*command, code=1, says=f"/state/prefect: {os.strerror(code)}; expected room")
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["evaluate R --drafter D a=1 b=2", "evaluate R a=1 --drafter D b=2", "evaluate --drafter D R a=1 b=2",
+     "evaluate R --json a=1 --drafter D b=2"],
+)  # fmt: skip
+def test_overrides_may_stand_behind_options(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr("flows.cli.evaluate", lambda args: seen.append(args) or 0)
+    assert main(words.split()) == 0
+    assert (seen[0].recipe, seen[0].overrides, seen[0].drafter) == ("R", ["a=1", "b=2"], "D")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan R --jsn a=1", "unrecognized arguments: --jsn a=1"), ("plan", "arguments are required: recipe\n"),
+        ("inspect x y", "unrecognized arguments: y"), ("champion m 3", "unrecognized arguments: 3"), ("", "COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_refused(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["show", "verify", "rm"])
+def test_a_dataset_must_be_named(house: House, action: str) -> None:
+    house.refused("datasets", action, code=2, says="no dataset is named")
