@@ -10,7 +10,9 @@ removed at the next start. Every rank writes its share into the same folder: sev
 """
 
 import json
+import logging
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -26,11 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from drafter.course import Progress
 from drafter.ranks import Ranks
 from hidden_states.errors import TrainingError
 
 _STATE, _TRAINING, _PROGRESS = "state", "training.pt", "progress.json"
 _BEST = "drafter.safetensors"
+_REPLACED = ".tmp-replaced-"
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,17 @@ class CheckpointFolder:
         self.ranks = ranks or Ranks(torch.device("cpu"))
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for replaced in self.folder.glob(f"{_REPLACED}*"):
+                if not (was := self.folder / replaced.name.removeprefix(_REPLACED)).exists():
+                    replaced.rename(was)  # the crash came between the two renames of `_publish`
             for left_behind in self.folder.glob(".tmp-*"):
                 shutil.rmtree(left_behind)
         self.ranks.wait()
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, ascending."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
+        numbers = (p.name.removeprefix("step-") for p in self.folder.glob("step-*"))
+        return sorted(int(n) for n in numbers if n.isdecimal())
 
     def save(self, step: int, drafter: nn.Module, optimiser: torch.optim.Optimizer, checkpoint: Checkpoint) -> Path:
         """Writes one checkpoint, then removes all but the newest `keep`."""
@@ -86,7 +94,13 @@ class CheckpointFolder:
         folder = self._path(steps[-1])
         with _readable(folder):
             training = torch.load(folder / _TRAINING, weights_only=True)
-            return Checkpoint(training, json.loads((folder / _PROGRESS).read_text()))
+            progress = json.loads((folder / _PROGRESS).read_text())
+            Progress(**{name: value for name, value in progress.items() if name != "training"})
+            if not isinstance(progress["training"], dict) or training["random"].dtype != torch.uint8:
+                raise TypeError("parts of it are of another kind")
+            if not isinstance(training["ranks"], int):
+                raise TypeError(f"ranks: {training['ranks']!r}")
+            return Checkpoint(training, progress)
 
     def load_state(self, drafter: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         """Puts the newest checkpoint's weights and optimiser state in place, spread as they are now.
@@ -95,7 +109,7 @@ class CheckpointFolder:
         """
         folder = self._path(self.steps()[-1])
         state = _state(drafter, optimiser)
-        with _readable(folder), _alone_is_fine():
+        with _readable(folder), _alone_is_fine(), _quiet():
             dcp.load(state, checkpoint_id=folder / _STATE)
         drafter.load_state_dict(state["drafter"])
         set_optimizer_state_dict(drafter, optimiser, state["optimiser"])
@@ -111,11 +125,15 @@ class CheckpointFolder:
         return final
 
     def load_best(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Weights and figures of the best drafter so far."""
+        """Weights and figures of the best drafter so far.
+
+        Raises: TrainingError when they cannot be read.
+        """
         folder = self.folder / "best"
         if not folder.is_dir():
             return None
-        return load_file(folder / _BEST), json.loads((folder / "figures.json").read_text())
+        with _readable(folder, "Remove the checkpoint folder to train anew: its best drafter is lost."):
+            return load_file(folder / _BEST), json.loads((folder / "figures.json").read_text())
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -126,15 +144,34 @@ def _state(drafter: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, An
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readable(
+    folder: Path, do: str = "Remove this folder; training then resumes from the one before."
+) -> Iterator[None]:
     try:
         yield
     # The unpicklers end in any of ten types on a torn file, torch's own is a BaseException; they all mean this.
     except (Exception, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        # of an unpickler only its name: torch's message advises to load the file without its checks
+        said = "no pickle of ours" if isinstance(first, pickle.UnpicklingError) else str(first).partition("\n")[0]
         raise TrainingError(
-            str(folder), f"unreadable ({error})", "a whole checkpoint",
-            "Remove this folder; training then resumes from the one before.",
-        ) from error  # fmt: skip
+            str(folder), f"unreadable ({type(first).__name__}: {said[:300]})", "a whole checkpoint", do
+        ) from error
+
+
+def _not_of_metadata(record: logging.LogRecord) -> bool:
+    return "metadata is not found" not in record.getMessage()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback for each file it misses, to the root logger; the refusal says it in one line."""
+    log = logging.getLogger()
+    log.addFilter(_not_of_metadata)
+    try:
+        yield
+    finally:
+        log.removeFilter(_not_of_metadata)
 
 
 @contextmanager
@@ -152,7 +189,7 @@ def _publish(temporary: Path, final: Path) -> None:
         os.fsync(descriptor)
         os.close(descriptor)
     if final.exists():
-        replaced = final.with_name(f".tmp-replaced-{final.name}")
+        replaced = final.with_name(f"{_REPLACED}{final.name}")
         os.rename(final, replaced)
         os.rename(temporary, final)
         shutil.rmtree(replaced)

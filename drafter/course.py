@@ -7,7 +7,11 @@ from typing import Literal
 from drafter.acceptance import Figures
 from drafter.loss import LossConfig
 from drafter.schedule import Schedule
+from drafter.values import refuse_values
 from hidden_states.errors import TrainingError
+
+_BOUNDS = {"ttt_steps": 1, "accumulate": 1, "keep": 1, "max_steps": 1, "epochs": 1, "checkpoint_every": 0,
+           "validate_every": 0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_seconds is None and self.epochs is None:
             raise TrainingError("train", "no end", "max_steps, max_seconds or epochs", "Set one of them.")
+        values = {name: getattr(self, name) for name in _BOUNDS}
+        refuse_values(
+            "train", self,
+            **{name: n is None or n >= _BOUNDS[name] for name, n in values.items()},
+            max_seconds=self.max_seconds is None or self.max_seconds > 0, clip=self.clip > 0, jump=self.jump > 1,
+            betas=len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            weight_decay=0 <= self.weight_decay < math.inf, dtype=self.dtype in ("float32", "bfloat16"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,3 +91,17 @@ class Progress:
     loss_last: float = math.nan
     running_loss: float = math.nan
     best: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.step, self.epoch, self.in_epoch, self.tokens)
+        figures = (
+            self.seconds,
+            self.loss_first,
+            self.loss_last,
+            self.running_loss,
+            0.0 if self.best is None else self.best,
+        )
+        if not all(isinstance(n, int) and n >= 0 for n in counts) or not all(
+            isinstance(x, int | float) for x in figures
+        ):
+            raise TypeError(f"no progress: {self}")

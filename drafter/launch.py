@@ -48,9 +48,14 @@ _OPTIONAL = ("seed", "drafter", "store", "cache_dir")
 def read_course(path: Path) -> dict[str, Any]:
     """The file's values, the optional ones filled in.
 
-    Raises: TrainingError for keys that are missing or unknown.
+    Raises: TrainingError for a file that is none, or keys that are missing or unknown.
     """
-    course: dict[str, Any] = json.loads(path.read_text())
+    try:
+        course = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(str(path), f"it cannot be read ({error})", "a course: a JSON object", "") from error
+    if not isinstance(course, dict):
+        raise TrainingError(str(path), f"no object ({type(course).__name__})", "a course: a JSON object", "")
     wrong = [f"{k} is missing" for k in _NEEDED if k not in course]
     wrong += [f"{k} is not known" for k in course if k not in _NEEDED + _OPTIONAL]
     if wrong:
@@ -59,9 +64,17 @@ def read_course(path: Path) -> dict[str, Any]:
 
 
 def train_config(given: dict[str, Any]) -> TrainConfig:
-    """A `TrainConfig` from JSON: `loss` and `schedule` are objects of their own fields."""
-    nested = {"loss": LossConfig(**given.get("loss", {})), "schedule": Schedule(**given.get("schedule", {}))}
-    return TrainConfig(**{**given, **nested, "betas": tuple(given.get("betas", TrainConfig.betas))})
+    """A `TrainConfig` from JSON: `loss` and `schedule` are objects of their own fields.
+
+    Raises: TrainingError for a field that is unknown or of another kind.
+    """
+    try:
+        nested = {"loss": LossConfig(**given.get("loss", {})), "schedule": Schedule(**given.get("schedule", {}))}
+        return TrainConfig(**{**given, **nested, "betas": tuple(given.get("betas", TrainConfig.betas))})
+    except (TypeError, AttributeError) as error:
+        raise TrainingError(
+            "course, train", f"{given} ({error})", "fields of TrainConfig, LossConfig and Schedule", ""
+        ) from error
 
 
 def train(course: dict[str, Any], device: torch.device) -> int:

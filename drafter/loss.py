@@ -17,11 +17,13 @@ softmax is at hand there, and leaves as the gradients of the rows and of the hea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from drafter.values import refuse_values
 
 LossKind = Literal["soft_ce", "kl", "lk"]
 OutOfVocab = Literal["drop", "renormalise"]
@@ -37,6 +39,13 @@ class LossConfig:
     decay: float = 0.8
     out_of_vocab: OutOfVocab = "drop"
     chunk_rows: int = 768
+
+    def __post_init__(self) -> None:
+        refuse_values(
+            "train.loss", self,
+            kind=self.kind in get_args(LossKind), decay=0 < self.decay <= 1,
+            out_of_vocab=self.out_of_vocab in get_args(OutOfVocab), chunk_rows=self.chunk_rows >= 1,
+        )  # fmt: skip
 
     def step_weights(self, counts: Sequence[int]) -> list[float]:
         """What one position's loss weighs at each step; `counts` are the positions with a loss over the whole step."""

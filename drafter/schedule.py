@@ -2,7 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from drafter.values import refuse_values
+
+Kind = Literal["cosine", "linear", "wsd"]
 
 
 @dataclass(frozen=True)
@@ -11,10 +15,17 @@ class Schedule:
     it; `wsd` stays at the peak and falls linearly over the last `decay_share` of the course."""
 
     lr: float = 1e-4
-    kind: Literal["cosine", "linear", "wsd"] = "cosine"
+    kind: Kind = "cosine"
     warmup_steps: int = 100
     final_share: float = 0.0
     decay_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        refuse_values(
+            "train.schedule", self,
+            lr=0 < self.lr < math.inf, kind=self.kind in get_args(Kind), warmup_steps=self.warmup_steps >= 0,
+            final_share=0 <= self.final_share <= 1, decay_share=0 < self.decay_share <= 1,
+        )  # fmt: skip
 
     def at(self, step: int, progress: float) -> float:
         """The rate of optimiser step `step` (from 0) when `progress` (0 to 1) of the course is behind it."""

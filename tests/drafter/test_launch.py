@@ -1,6 +1,7 @@
 """The command that torchrun starts on every machine: one committed dataset, stopped, continued, exported."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafter.inspect import inspect_drafter
-from drafter.launch import read_course
+from drafter.launch import read_course, train_config
 from drafter.trainer import STOPPED_EXIT_CODE
 from hidden_states.dataset import DatasetWriter
 from hidden_states.errors import TrainingError
@@ -91,3 +92,34 @@ def test_a_course_with_wrong_keys_is_refused(tmp_path) -> None:
     path.write_text(json.dumps({"dataset": "file:///x", "exprot": "y"}))
     with pytest.raises(TrainingError, match=r"target is missing.*exprot is not known"):
         read_course(path)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", "null", b"\xff"])
+def test_a_course_that_is_none_is_refused_by_name(tmp_path, content) -> None:
+    path = tmp_path / "course.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TrainingError, match=r"course\.json: "):
+        read_course(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("kind", v) for v in ("KL", "", None, 3)), *(("decay", v) for v in (0, -1, 2, math.nan, "x")),
+        ("out_of_vocab", "x"), ("chunk_rows", 0), *(("schedule.lr", v) for v in (0, -1, math.nan, math.inf, "x")),
+        ("schedule.kind", "consine"),
+        ("schedule.warmup_steps", -1), ("schedule.decay_share", 0), ("schedule.final_share", 2), ("schedule.lrr", 1),
+        *((name, v) for name in ("train.ttt_steps", "train.accumulate", "train.keep", "train.max_steps", "train.epochs")
+          for v in (0, -1, "x")),
+        ("train.max_seconds", -1), ("train.max_seconds", math.nan), ("train.checkpoint_every", -1), ("train.clip", 0),
+        ("train.clip", math.nan), ("train.jump", 1), ("train.betas", [0.9]), ("train.betas", [0.9, 1]),
+        ("train.weight_decay", -1), *(("train.dtype", v) for v in ("int8", "nonsense", "float64", 3)),
+        ("train.steps", 5), ("train.loss", [1]), ("train.schedule", "x"),
+    ],
+)  # fmt: skip
+def test_a_value_no_training_could_mean_is_refused_by_name(name, value) -> None:
+    section, _, key = name.rpartition(".")
+    given = {key: value} if section == "train" else {section or "loss": {key: value}}
+    with pytest.raises(TrainingError, match=rf"\b{key}\b|mapping"):
+        train_config({"max_steps": 1, **given})

@@ -1,5 +1,6 @@
 """The training loop: nothing lost by a stop, nothing changed by packing, nothing learned from a broken batch."""
 
+import json
 import math
 import os
 import signal
@@ -217,11 +218,66 @@ def test_only_the_newest_checkpoints_are_kept_and_a_torn_one_is_never_seen(tmp_p
 
 
 @pytest.mark.parametrize("file", ["training.pt", "progress.json", "state/.metadata", "state/__0_0.distcp"])
-def test_a_damaged_checkpoint_says_which_folder_to_remove(tmp_path, file) -> None:
+def test_a_damaged_checkpoint_says_which_folder_to_remove(tmp_path, file, caplog) -> None:
     train(replace(COURSE, max_steps=2), tmp_path)
     (tmp_path / "step-00000002" / file).write_bytes(b"rubbish")
-    with pytest.raises(TrainingError, match="step-00000002"):
+    with pytest.raises(TrainingError, match="step-00000002") as refused:
         train(folder=tmp_path)
+    said = str(refused.value)  # in a line of ours: torch's own are tracebacks, and advice to load without checks
+    assert "\n" not in said and "weights_only" not in said and "Traceback" not in said
+    assert not [record for record in caplog.records if record.name == "root"]
+
+
+WRONG: dict[str, list] = {
+    **{name: [None, "x", [], -1, 1.5] for name in ("step", "epoch", "in_epoch", "tokens")},
+    **{name: [None, "x", []] for name in ("seconds", "loss_first", "loss_last", "running_loss")},
+    "best": ["x", [1]], "training": [None, "x", []], "of a later program": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_checkpoint_with_values_of_another_kind_is_refused(tmp_path, name, value) -> None:
+    train(replace(COURSE, max_steps=2), tmp_path)
+    path = tmp_path / "step-00000002" / "progress.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(TrainingError, match=r"step-00000002: unreadable .* Remove this folder"):
+        train(folder=tmp_path)
+
+
+@pytest.mark.parametrize("training", [{}, [1], {"random": torch.zeros(3), "ranks": 1}, {"ranks": "x"}])
+def test_a_checkpoint_without_its_random_state_is_refused(tmp_path, training) -> None:
+    train(replace(COURSE, max_steps=2), tmp_path)
+    whole = {"random": torch.get_rng_state(), **training} if training == {"ranks": "x"} else training
+    torch.save(whole, tmp_path / "step-00000002" / "training.pt")
+    with pytest.raises(TrainingError, match="step-00000002: unreadable"):
+        train(folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step-old", "step-", "step-00000002 (copy)"])
+def test_folders_of_other_names_are_no_checkpoints(tmp_path, name) -> None:
+    train(replace(COURSE, max_steps=2), tmp_path)
+    (tmp_path / name).mkdir()
+    assert train(folder=tmp_path)["result"].steps == 12 and (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("file", ["drafter.safetensors", "figures.json"])
+def test_a_damaged_best_drafter_is_named(tmp_path, file) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save_best({"a": torch.ones(2)}, {"step": 1})
+    (tmp_path / "best" / file).write_bytes(b"{")
+    with pytest.raises(TrainingError, match=r"best: unreadable .* its best drafter is lost"):
+        folder.load_best()
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000002"])
+def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(tmp_path, name) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save_best({"a": torch.ones(2)}, {"step": 1})
+    train(replace(COURSE, max_steps=2), tmp_path)
+    (tmp_path / name).rename(tmp_path / f".tmp-replaced-{name}")
+    (tmp_path / f".tmp-{name}").mkdir()
+    again = CheckpointFolder(tmp_path)
+    assert again.load_best() is not None and again.steps() == [2] and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path) -> None:
