@@ -5,13 +5,15 @@
                  same run: on every required set the lower end of the 95% interval of the paired difference must be
                  above `register.margin`
 
-Every move is kept in the registered model's tag `champion.history`, so that one command goes back.
+Every move is kept in the registered model's tag `champion.history`, so that one command goes back. On PostgreSQL and
+MySQL such a tag holds 5,000 characters: what would no longer fit moves on to `champion.history.0`, `.1`, ...
 """
 
 import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tasks.stale import keep_measurement, staleness
 from tasks.step import step
 
 CHAMPION, HISTORY = "champion", "champion.history"
+LONGEST_TAG, LONGEST_REASON = 5000, 700  # characters; a reason's may take six each in JSON
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Champions:
         with self._asking(self.model, "no registered model of this name"):
             tags = self.client.get_registered_model(self.model).tags
         try:
-            return [Move(**entry) for entry in json.loads(tags.get(HISTORY, "[]"))]
+            return [Move(**entry) for name in self._pages(tags) for entry in json.loads(tags.get(name, "[]"))]
         except (ValueError, TypeError) as error:
             raise DatasetError(
                 f"{self.model}, tag {HISTORY}", f"not a history ({error})", "a JSON list of moves", "Delete the tag."
@@ -88,14 +91,29 @@ class Champions:
         Raises:
             DatasetError: there is no such version.
         """
-        history, before = self.history(), self.version
+        self.history()  # a tag that cannot be read is said before anything moves
+        before, why = self.version, why[:LONGEST_REASON]
         with self._asking(f"{self.model} version {version}", "no such version"):
-            self.client.get_model_version(self.model, version)
+            version = str(self.client.get_model_version(self.model, version).version)
             self.client.set_registered_model_alias(self.model, CHAMPION, version)
-        history.append(Move(version, datetime.now(UTC).isoformat(timespec="seconds"), by, why))
-        with self._asking(self.model, "no registered model of this name"):
-            self.client.set_registered_model_tag(self.model, HISTORY, json.dumps([asdict(move) for move in history]))
+        self._remember(Move(version, datetime.now(UTC).isoformat(timespec="seconds"), by, why))
         emit(CHAMPION_MOVED, f"model/{self.model}", version=version, before=before, by=by, why=why)
+
+    def _remember(self, move: Move) -> None:
+        with self._asking(self.model, "no registered model of this name"):
+            tags = self.client.get_registered_model(self.model).tags
+            newest = tags.get(HISTORY, "[]")
+            text = json.dumps([*json.loads(newest), asdict(move)])
+            if len(text) > LONGEST_TAG:
+                older = f"{HISTORY}.{len(self._pages(tags)) - 1}"
+                self.client.set_registered_model_tag(self.model, older, newest)
+                text = json.dumps([asdict(move)])
+            self.client.set_registered_model_tag(self.model, HISTORY, text)
+
+    @staticmethod
+    def _pages(tags: dict[str, str]) -> list[str]:
+        """Names of the tags of the history, oldest first."""
+        return [*takewhile(tags.__contains__, (f"{HISTORY}.{n}" for n in count())), HISTORY]
 
     def back(self, why: str) -> str:
         """Go back to the champion before this one; its version.

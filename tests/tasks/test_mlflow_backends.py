@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from flows.compare import compare_drafters
 from infra.package_stack import package_stack, postgres_programs
 from tasks.abandoned import PROCESS, end_all_abandoned, this_process
-from tasks.champion import Champions
+from tasks.champion import HISTORY, LONGEST_TAG, Champions
 from tasks.lineage import drafters_of
 from tasks.tracking import ENDED, Tracker
 from tests.tasks.registered import DOMAINS, MODEL, registered
@@ -80,6 +80,21 @@ def test_a_champion_moves_goes_back_and_can_be_fetched(uri: str, versions: tuple
     assert json.loads((known.download(versions[1], tmp_path) / "lineage.json").read_text())["samples"] == 400
     assert known.back("slow") == before == versions[0]
     assert [move.version for move in known.history()] == [versions[0], versions[1], versions[0]]
+
+
+@pytest.mark.parametrize("why", ["better by +0.147 at least on every required set", "日\n\a" * 500, "x" * 200_000])
+def test_every_move_of_a_champion_is_remembered_however_many(uri: str, versions: tuple[str, str], why: str) -> None:
+    client = MlflowClient(tracking_uri=uri)
+    known = Champions(client, MODEL)
+    before = known.history()
+    moves = [(versions[n % 2], f"run-{n}") for n in range(32 if len(why) < 100 else 4)]
+    for version, by in moves:
+        known.move(version, by, why)
+    assert [(move.version, move.by) for move in known.history()] == [(m.version, m.by) for m in before] + moves
+    assert all(why.startswith(move.why) and len(move.why) > 40 for move in known.history()[len(before) :])
+    tags = client.get_registered_model(MODEL).tags
+    assert all(len(value) <= LONGEST_TAG for name, value in tags.items() if name.startswith(HISTORY))
+    assert (known.version, known.back("")) == (versions[1], versions[0])
 
 
 def test_what_a_kill_left_running_is_ended(uri: str) -> None:

@@ -272,7 +272,9 @@ def test_a_champion_moves_goes_back_and_remembers_why(
     assert heard == [("eyas.champion.moved", "model/drafter", version) for version in "131"]
     assert [(move.version, move.by) for move in known.history()] == [("1", "run-1"), ("3", "run-3"), ("1", "hand")]
     assert (known.download("3", tmp_path) / "config.json").read_text() == "3"
-    for wrong in ("7", "x"):
+    known.move(" 1 ", "hand", "")
+    assert known.history()[-1].version == "1" and known.back("") == "3" and known.back("") == "1"
+    for wrong in ("7", "x", ""):
         with pytest.raises(DatasetError, match="no such version"):
             known.move(wrong, "hand", "")
     assert known.version == "1"
