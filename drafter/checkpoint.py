@@ -12,7 +12,6 @@ removed at the next start. Every rank writes its share into the same folder: sev
 import json
 import logging
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -153,7 +152,7 @@ def _readable(
     except (Exception, CheckpointException) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         # of an unpickler only its name: torch's message advises to load the file without its checks
-        said = "no pickle of ours" if isinstance(first, pickle.UnpicklingError) else str(first).partition("\n")[0]
+        said = "torch cannot read it" if type(first).__name__ == "UnpicklingError" else str(first).partition("\n")[0]
         raise TrainingError(
             str(folder), f"unreadable ({type(first).__name__}: {said[:300]})", "a whole checkpoint", do
         ) from error

@@ -157,8 +157,13 @@ def _refuse_what_is_no_dataset(uri: str, inside: set[str]) -> None:
 def _confirm(uri: str, name: str, objects: int, size: int) -> None:
     if not sys.stdin.isatty():
         raise DatasetError(uri, "nobody can be asked here", "a terminal", "Add --yes to remove it unasked.")
-    print(f"{uri}: {objects} objects, {bytes_in_words(size)}. They will be gone for good.")
-    if input(f"Type {name} to remove it: ").strip() != name:
+    print(f"{uri}: {objects} objects, {bytes_in_words(size)}. They will be gone for good.", file=sys.stderr)
+    print(f"Type {name} to remove it: ", end="", file=sys.stderr, flush=True)  # stdout is for the answer
+    try:
+        typed = input("")
+    except EOFError:  # Ctrl-D
+        typed = ""
+    if typed.strip() != name:
         raise DatasetError(uri, "not confirmed", f"{name!r}", "Nothing was removed.")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import time
 from typing import Any, Literal
 from uuid import UUID
@@ -76,7 +77,7 @@ def run_flow(
         if "PREFECT_API_URL" not in os.environ:
             from infra.services import embedded_prefect
 
-            print("starting Prefect (SQLite, loopback); 10 to 20 seconds ...", flush=True)
+            print("starting Prefect (SQLite, loopback); 10 to 20 seconds ...", file=sys.stderr, flush=True)
             os.environ["PREFECT_API_URL"] = services.enter_context(embedded_prefect(state_dir()))
             services.callback(os.environ.pop, "PREFECT_API_URL", None)
             services.callback(send_last_words)

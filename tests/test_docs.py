@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import parser
+from flows.cli import main, parser
 from infra.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -138,3 +138,17 @@ def test_the_sizes_and_times_of_kimi_follow_from_its_shape_and_the_rates_beside_
         seconds = [samples * per_sample / rate for samples in (10_000, 600_000)]
         assert float(found[1]) == pytest.approx(seconds[0] / (60 if found[2] == "min" else hour), rel=0.05)
         assert float(found[3]) == pytest.approx(seconds[1] / hour, rel=0.05)
+
+
+def test_what_the_papers_show_of_a_plan_is_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "kimi-k2.5"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    guide = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+    shown = guide.partition("$ eyas plan kimi-k2.5\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.removeprefix("    ") for line in shown] == said
+    kimi = (ROOT / "docs" / "kimi-k2.5.md").read_text(encoding="utf-8")
+    (on_disk,) = [line for line in said if line.startswith("on local disk")]
+    size = re.search(r"about ([\d.]+ GB)", on_disk)
+    assert size and f"holds a few batches, {size[1]} with the recipe as shipped" in kimi
+    lines = kimi.partition("    eyas plan kimi-k2.5\n\n")[2].partition("\n\n")[0].splitlines()
+    assert len(lines) == 3 and {line.strip() for line in lines} <= set(said)

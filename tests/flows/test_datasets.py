@@ -1,5 +1,6 @@
 """`eyas datasets`: lists, shows, verifies, and removes only what was confirmed and nothing rests on."""
 
+import io
 import json
 from pathlib import Path
 
@@ -57,16 +58,24 @@ def test_datasets_are_listed_shown_and_verified(made: Made, store: Store, capsys
     assert "not committed, 1 objects" in shown and made.dataset.digest in shown
 
 
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_nothing_is_removed_unasked_or_under_a_registered_drafter(
     made: Made, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = [info.key for info in store.list()]
-    monkeypatch.setattr("builtins.input", lambda _: "something else")
     code, _, said = asked(capsys, "rm", f"{store.uri}/data")
     assert code == 7 and "nobody can be asked here" in said
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert main(["datasets", "rm", f"{store.uri}/data"]) == 7
-    assert "not confirmed" in capsys.readouterr().err
+    for typed in ("something else\n", "\n", ""):  # the last is Ctrl-D
+        monkeypatch.setattr("sys.stdin", Terminal(typed))
+        assert main(["datasets", "rm", f"{store.uri}/data", "--json"]) == 7
+        found = capsys.readouterr()
+        assert "not confirmed" in found.err and json.loads(found.out)["ok"] is False
     client = MlflowClient(tracking_uri=None)
     client.create_registered_model("eagle3-x")
     for number, digest in enumerate(["0" * 64, made.dataset.digest]):
@@ -74,7 +83,7 @@ def test_nothing_is_removed_unasked_or_under_a_registered_drafter(
     code, _, said = asked(capsys, "rm", f"{store.uri}/data", "--yes")
     assert code == 7 and "eagle3-x/2 in MLflow was trained on it" in said and "--force" in said
     assert [info.key for info in store.list()] == before
-    monkeypatch.setattr("builtins.input", lambda _: "half")
+    monkeypatch.setattr("sys.stdin", Terminal("half\n"))
     assert main(["datasets", "rm", f"{store.uri}/half"]) == 0  # never committed: nothing can rest on it
     capsys.readouterr()
     code, answer, _ = asked(capsys, "rm", f"{store.uri}/data", "--yes", "--force")
