@@ -136,6 +136,7 @@ def _latent(config: dict[str, Any], h: int) -> dict[str, list[int]]:
 
 # The classes SGLang 0.5.23 serves as EAGLE-3 drafters, and the shapes of their attention.
 _ATTENTION = {"LlamaForCausalLMEagle3": _grouped, "Eagle3DeepseekV2ForCausalLM": _latent}
+DRAFTERS = tuple(_ATTENTION)
 
 
 def _own_problems(config: dict[str, Any], shapes: dict[str, list[int]], ids: list[int] | None) -> list[str]:

@@ -1,5 +1,6 @@
 """The drafter that `eyas evaluate` measures: a folder, a registered version, or the champion; and what comes of it."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,6 +10,8 @@ from typing import Any
 from mlflow import MlflowClient
 from prefect.logging import get_run_logger
 
+from drafter.config import read_target_config
+from drafter.inspect import DRAFTERS
 from hidden_states.errors import DatasetError
 from tasks.begin import tracking_uri
 from tasks.champion import Champions, model_name
@@ -52,17 +55,15 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
         name: `MODEL/VERSION`, `MODEL@ALIAS`, a folder, or None = the champion of the recipe's model.
 
     Raises:
-        DatasetError: there is no such drafter.
+        DatasetError: there is no such drafter, or the folder holds none.
+        TrainingError: the folder has no config.json that can be read.
     """
     place = job.folder / NAME
-    if name is not None and Path(name).is_dir():
+    if name is not None and os.path.isdir(name):  # False, too, for a name no file can have
+        _refuse_what_is_no_drafter(name)
         place.symlink_to(Path(name).resolve(), target_is_directory=True)
         return Candidate(name, None, None, read_lineage(place), False)
     model, at, version = (name or "").rpartition("@" if "@" in (name or "") else "/")
-    known = Champions(MlflowClient(tracking_uri=tracking_uri(job.state)), model or model_name(job))
-    champion = known.version
-    if name is None and champion is None:
-        raise DatasetError(known.model, "no champion", "one to measure", "Name a drafter: --drafter MODEL/VERSION.")
     if name is not None and not model:
         raise DatasetError(
             name,
@@ -70,6 +71,10 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
             "a drafter",
             "MLflow's page lists the versions: `eyas up`.",
         )
+    known = Champions(MlflowClient(tracking_uri=tracking_uri(job.state)), model or model_name(job))
+    champion = known.version
+    if name is None and champion is None:
+        raise DatasetError(known.model, "no champion", "one to measure", "Name a drafter: --drafter MODEL/VERSION.")
     if model and model != model_name(job):
         raise DatasetError(
             str(name), "a version of another model", f"one of {model_name(job)}, whose champion it is held against",
@@ -79,6 +84,16 @@ def find_drafter(job: Job, name: str | None) -> Candidate:
     found = known.download(version, job.folder / DOWNLOAD)
     place.symlink_to(found, target_is_directory=True)
     return Candidate(f"{known.model}/{version}", known, version, read_lineage(place), version == champion)
+
+
+def _refuse_what_is_no_drafter(folder: str) -> None:
+    """Before a server starts: SGLang would load the target's folder, say, and end long after."""
+    found = read_target_config(folder).get("architectures")
+    if not isinstance(found, list) or not any(name in DRAFTERS for name in found):
+        raise DatasetError(
+            folder, f"architectures is {found}", f"a drafter that SGLang serves: {' or '.join(DRAFTERS)}",
+            f"`eyas inspect {folder}` says what is there.",
+        )  # fmt: skip
 
 
 @step("open its dataset", retries=2)

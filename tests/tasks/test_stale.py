@@ -1,5 +1,6 @@
 """What a champion was measured with: when that has changed its figures are stale, and both measurements are kept."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from hidden_states.errors import ServerError
+from hidden_states.errors import DatasetError, ServerError, TrainingError
 from infra.recipe_file import load_recipe
 from tasks import events, stale
+from tasks.candidate import find_drafter
 from tasks.champion import Champions
 from tasks.engine import ENVIRONMENT, SHOWN, engine_settings, refuse_other_server
 from tasks.evaluation import FILE, GREEDY, Answer, Evaluation, SetRecord
@@ -159,3 +161,29 @@ def test_a_server_that_runs_already_must_be_the_one_that_is_meant(
     else:
         with pytest.raises(ServerError, match=says):
             refuse_other_server(recipe, "http://h:1", info, drafter)
+
+
+NO_DRAFTERS: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "a target": ({"architectures": ["DeepseekV3ForCausalLM"]}, r"architectures is \['DeepseekV3ForCausalLM'\]"),
+    "no architecture": ({"hidden_size": 8}, "architectures is None"), "a word": ({"architectures": "x"}, "is x"),
+    "empty": (None, r"config\.json: no such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_DRAFTERS)
+def test_a_folder_that_is_no_drafter_is_refused_before_a_server_starts(tmp_path: Path, kind: str) -> None:
+    config, says = NO_DRAFTERS[kind]
+    (tmp_path / "given").mkdir()
+    if config is not None:
+        (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    job: Any = SimpleNamespace(folder=tmp_path, clock=lambda name: contextlib.nullcontext())
+    with pytest.raises((DatasetError, TrainingError), match=says):
+        find_drafter.fn(job, str(tmp_path / "given"))
+    assert not (tmp_path / "drafter").exists()
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "/nowhere", "@", "/", "a\0b", "x" * 5000])
+def test_a_name_that_is_no_drafters_is_refused(tmp_path: Path, name: str) -> None:
+    job: Any = SimpleNamespace(folder=tmp_path, clock=lambda name: contextlib.nullcontext())
+    with pytest.raises((DatasetError, TrainingError), match=r"neither a folder nor|no such file"):
+        find_drafter.fn(job, name)
