@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.environment import state_dir
-from flows.workshop import open_section
+from flows.workshop import open_section, split_uri
 from hidden_states.dataset import Dataset, remove_dataset
 from hidden_states.dataset_writer import MANIFEST, PARTS_OF_WRITER, check_name
 from hidden_states.errors import DatasetError, RecipeError
@@ -34,11 +34,10 @@ def opened(place: str, recipe: str | None, *, whole: bool = False) -> Iterator[t
     given = load_recipe(recipe).store.model_dump() if recipe else {}
     uri, name = given.get("uri", StoreSection().uri), place
     if "://" in place:
-        uri, name = (
-            (place, "") if whole else (place.rstrip("/").rpartition("/")[0], place.rstrip("/").rpartition("/")[2])
-        )
+        uri, name = (place, "") if whole else split_uri(place)
+    name = "" if whole else check_name(name)
     with open_section(StoreSection(**{**given, "uri": uri})) as store:
-        yield store, "" if whole else check_name(name)
+        yield store, name
 
 
 def list_all(place: str, recipe: str | None) -> dict[str, Any]:

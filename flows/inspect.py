@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eyas_capture import contract
-from flows.workshop import open_section
+from flows.workshop import open_section, split_uri
 from hidden_states.errors import RecipeError, Refusal
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
@@ -69,14 +69,7 @@ def _report(kind: str, facts: dict[str, Any], problems: list[str], **more: Any) 
 def _dataset(uri: str, recipe: Recipe | None, full: bool) -> dict[str, Any]:
     from hidden_states.dataset import Dataset
 
-    scheme, _, rest = uri.partition("://")
-    prefix, slash, name = rest.rstrip("/").rpartition("/")
-    if scheme not in ("s3", "file") or not slash or not name or (scheme == "s3" and not prefix):
-        raise RecipeError(
-            uri, "no dataset's URI", "s3://bucket/prefix/dataset or file:///folder/dataset",
-            "`eyas datasets list` shows those of a store.",
-        )  # fmt: skip
-    prefix = f"{scheme}://{prefix or '/'}"
+    prefix, name = split_uri(uri)
     given = recipe.store.model_dump() if recipe else {}
     with open_section(StoreSection(**{**given, "uri": prefix})) as store:
         dataset = Dataset.open(store, name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,22 +11,42 @@ from flows.environment import state_dir
 from flows.gpus import gpus
 from flows.runner import quiet_refusals
 from flows.snapshot import keep_or_compare
-from hidden_states.errors import GateError
+from hidden_states.errors import GateError, RecipeError
 from hidden_states.store import Store, open_store
 from infra.recipe import Recipe
 from infra.recipe import Store as StoreSection
 from tasks.events import GATE_FAILED, emit
 from tasks.job import Job, new_run_id
 
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")  # what boto3 sends
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """The store's URI and the name of the dataset that a URI leads to.
+
+    Raises:
+        RecipeError: it leads to none.
+    """
+    scheme, _, rest = uri.partition("://")
+    prefix, slash, name = rest.rstrip("/").rpartition("/")
+    if scheme not in ("s3", "file") or not slash or not name or (scheme == "s3" and not prefix):
+        raise RecipeError(
+            uri, "no dataset's URI", "s3://bucket/prefix/dataset or file:///folder/dataset",
+            "`eyas datasets list` shows those of a store.",
+        )  # fmt: skip
+    return f"{scheme}://{prefix or '/'}", name
+
 
 @contextlib.contextmanager
 def open_section(section: StoreSection) -> Iterator[Store]:
     """A recipe's store; the embedded one is started when the recipe asks for S3 and nothing names an endpoint."""
+    open_store(section.uri)  # asks nobody, and refuses what is no store before one is started for it
+    bucket = section.uri.removeprefix("s3://").partition("/")[0]
     endpoint = section.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if section.uri.startswith("s3://") and section.embedded and endpoint is None and section.profile is None:
+    in_bucket = section.uri.startswith("s3://") and _BUCKET.fullmatch(bucket)
+    if in_bucket and section.embedded and endpoint is None and section.profile is None:
         from infra.services import embedded_store
 
-        bucket = section.uri.removeprefix("s3://").partition("/")[0]
         with embedded_store(state_dir(), bucket) as url:
             yield open_store(section.uri, endpoint_url=url, region=section.region)
     else:

@@ -252,7 +252,15 @@ def open_store(
             None,
             "Put credentials into a profile or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY).",
         )
-    parts = urlsplit(uri)
+    if any(letter in uri for letter in "?#") or "\0" in unquote(uri):
+        raise StoreError(
+            uri, "a ?, a # or a zero byte in it", "a plain path",
+            "Another folder would be taken for it: write %3F and %23 in a file:// URI, or choose another prefix.",
+        )  # fmt: skip
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise StoreError(uri, f"not a URI ({error})", "s3://bucket/prefix or file:///absolute/folder") from error
     if parts.scheme == "s3" and parts.netloc:
         from hidden_states.store_s3 import S3Store  # boto3 takes a while to import; a local folder does not need it
 

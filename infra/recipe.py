@@ -303,11 +303,14 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _some_store(self) -> "Recipe":  # not of the section: `eyas datasets` lets the store itself refuse
         uri = self.store.uri
-        parts = urlsplit(uri)
         if "@" in uri:  # not repeated: what stands before the @ may be a secret
             raise ValueError("user info (`...@`) in `store.uri`; put credentials into `store.profile` or environment")
+        try:
+            parts = urlsplit(uri)
+        except ValueError:  # of a host in brackets
+            parts = urlsplit("")
         local = parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
-        if not local and not (parts.scheme == "s3" and parts.netloc):
+        if set("?#") & set(uri) or (not local and not (parts.scheme == "s3" and parts.netloc)):
             raise ValueError(f"`store.uri` {uri!r} is no store; s3://bucket/prefix and file:///absolute/folder are")
         return self
 

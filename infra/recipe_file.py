@@ -24,11 +24,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            made = super().construct_object(node, deep)
         except (ValueError, AttributeError, KeyError) as error:  # 2026-13-45, 5,000 digits, `!!timestamp x`, `!!bool x`
             kind = node.tag.rpartition(":")[2]
             why = f" ({error})" if isinstance(error, ValueError) else ""
             raise _problem(f"{shortened(str(node.value))} looks like {_KINDS[kind]} and is none{why}", node) from error
+        if isinstance(made, bytes) or (isinstance(made, str) and "\0" in made):
+            raise _problem("a value has bytes that are no text", node)
+        return made
 
 
 _KINDS = {"timestamp": "a date", "int": "an integer", "float": "a number", "bool": "true or false"}

@@ -221,6 +221,40 @@ def test_one_damaged_manifest_does_not_hide_the_other_datasets(house: House, sto
     assert found == 1 and "DAMAGED" in said and "3 samples" in said
 
 
+NO_PLACES = {
+    "file://": "no dataset's URI", "file:///": "no dataset's URI", "s3://": "no dataset's URI",
+    "s3:///": "no dataset's URI", "s3://bucket": "no dataset's URI", "http://x/y": "no dataset's URI",
+    "file://host/x": "not a store", "file://[x/y": "not a URI", "s3://[x/y/z": "not a URI",
+    "s3://a b/y/z": "the bucket's", "file:///%00/x": "a zero byte", "file:///a#b/x": "a #", "file:///a?b/x": "a ?",
+    "s3://b/p#q/x": "a #", "file:///..": "not a name", "": "not a name", "../x": "not a name",
+    "file:///x/%2e%2e": "not a name",
+}  # fmt: skip
+COMMANDS = (["inspect"], ["datasets", "show"], ["datasets", "verify"], ["datasets", "rm", "--yes"])
+
+
+@pytest.mark.parametrize("place", NO_PLACES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_place_that_can_hold_no_dataset_is_refused_at_once(
+    house: House, place: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without starting an object store for it, and without taking another folder for it."""
+    monkeypatch.setattr("infra.services.embedded_store", lambda *_: pytest.fail("a store was started"))
+    if command == ["inspect"] and "://" not in place:  # a path then
+        return
+    found, said = house.run(*command[:2], place, *command[2:])
+    assert found in (2, 6, 7) and NO_PLACES[place] in said, said
+    if "not a name" not in said:
+        assert place.rpartition("/")[0].rstrip("/") in said
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a b", "a%20b", "ü"])
+def test_a_folder_of_any_name_is_a_store_once_it_is_spelled_as_a_uri(house: House, name: str) -> None:
+    folder = house.folder / name
+    make_dataset(open_store(folder.as_uri()), house.folder / "made", [5, 6], shard_tokens=10)
+    assert (folder / "data" / "manifest.json").exists()
+    assert house.run("datasets", "verify", f"{folder.as_uri()}/data")[0] == 0
+
+
 def test_a_dataset_with_a_damaged_manifest_can_still_be_removed(house: House, store: Store) -> None:
     store.put_bytes("data/manifest.json", b"{")
     place = f"{store.uri}/data"

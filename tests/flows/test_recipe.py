@@ -99,6 +99,22 @@ def test_no_number_is_infinite_or_none(key: str, value: str) -> None:
         load_recipe("demo-smollm2", [f"{key}={value}"])
 
 
+@pytest.mark.parametrize("value", ['"a\\0b"', "!!binary /w==", "!!binary aGk=", "{a: [!!binary aGk=]}", '{a: "\\0"}'])
+@pytest.mark.parametrize("key", ["target.model_path", "server.dump_dir", "data.template_kwargs", "server.flags"])
+def test_no_value_holds_bytes_that_are_no_text(key: str, value: str) -> None:
+    """No path can have them, and the recipe's digest and the pages are text."""
+    with pytest.raises(RecipeError, match="bytes that are no text"):
+        load_recipe("demo-smollm2", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "uri", ["file:///a?b", "file:///a#b", "s3://b/p?q", "s3://b/p#q", "s3://[x", "file://[x", "s3://"]
+)
+def test_a_store_that_another_folder_would_be_taken_for_is_none(uri: str) -> None:
+    with pytest.raises(RecipeError, match=r"`store\.uri`.*is no store"):
+        load_recipe("demo-smollm2", [f"store.uri={uri!r}"])
+
+
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**400])
 def test_a_seed_is_what_the_generators_take(seed: int) -> None:
     with pytest.raises(RecipeError, match=r"train\.seed"):
