@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from eyas_capture import contract
 from hidden_states.captured_rows import raw_bytes
 from hidden_states.encoding import FLOAT8, INT8, TOP_K, Encoding, dequantise, taught_rows
 from hidden_states.errors import DatasetError
+from hidden_states.manifest import check_kinds
 from hidden_states.samples import sample_digest
 from hidden_states.shard_layout import (
     CODES,
@@ -157,8 +159,29 @@ def open_shard(path: Path, digest: FileDigest) -> tuple[MappedShard, ShardInfo]:
             Encoding.of(facts.get("encoding", {}), str(path)), facts.get("taught"),
         )  # fmt: skip
         info = ShardInfo(facts["batch"], digest, layout, facts["final_norm"], samples, facts["left_out"], path)
-    except (ValueError, KeyError, TypeError, OverflowError, StopIteration) as exc:
+        _check_header(info, entries)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, StopIteration, RecursionError) as exc:
         raise DatasetError(
             str(path), f"not a shard ({type(exc).__name__}: {exc})", SHARD_FORMAT, "Is it another file?"
         ) from exc
     return MappedShard(path, layout), info
+
+
+def _check_header(info: ShardInfo, entries: Mapping[str, Any]) -> None:
+    """Whether what a header says of the samples and of the tensors is of the right kind, and fits together.
+
+    Raises:
+        ValueError, TypeError: it does not.
+    """
+    layout, row = info.layout, 0
+    for part in (info, layout, *info.samples):
+        check_kinds(part)
+    for sample in info.samples:
+        if sample.row != row or not sample.tokens or set(layout.proved()) - set(sample.checksums):
+            raise ValueError(f"sample {sample.id} of {sample.tokens} tokens at row {sample.row}")
+        if sum(sample.span[2:]) > (layout.tokens if layout.taught is None else layout.taught):
+            raise ValueError(f"sample {sample.id} has final states beyond the last")
+        row += sample.tokens
+    ours = {**json.loads(layout.header({})[8:]), "__metadata__": entries["__metadata__"]}
+    if row != layout.tokens or entries != ours:
+        raise ValueError(f"its tensors are not those of {len(info.samples)} samples of {row} tokens")

@@ -1,10 +1,12 @@
 """Small datasets for the tests: random states as real dumps, packed and committed like any other."""
 
+import copy
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -125,3 +127,36 @@ def make_dataset(
         writer.commit_batch(pack_shard(batch, dumps, folder / "shard"))
     writer.commit_manifest([batch.id for batch in batches], held_out_share=held_out_share)
     return Made(Dataset.open(store, "data"), {sample.id: sample for sample in samples}, dumps, batches)
+
+
+ODD: tuple[Any, ...] = (
+    None, 5, -1, 1.5, "x", [], {}, True, [1], {"a": 1}, 0, 10**30, 1 << 40, "../../x", "float32", [4, 5, 6], "pre"
+)  # fmt: skip
+
+
+def places(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, the first entry of a list for all of them."""
+    if inside:
+        yield inside
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*inside, key))
+    elif isinstance(value, list) and value:
+        yield from places(value[0], (*inside, 0))
+
+
+def edits(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(place, the whole with an odd value there), and the whole without that place."""
+    for place in places(value):
+        for odd in (*ODD, ...):
+            edited = copy.deepcopy(value)
+            inner = edited
+            for step in place[:-1]:
+                inner = inner[step]
+            if odd is ...:
+                del inner[place[-1]]
+            elif inner[place[-1]] == odd:  # as True and 1 are to Python
+                continue
+            else:
+                inner[place[-1]] = odd
+            yield place, edited

@@ -2,11 +2,9 @@
 never called intact."""
 
 import contextlib
-import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,8 @@ from hidden_states.errors import DatasetError, StoreError
 from hidden_states.manifest import Manifest, Sidecar
 from hidden_states.store import Store, open_store
 from hidden_states.stream import SampleStream
-from tests.hidden_states.stored import make_dataset
+from tests.hidden_states.stored import edits, make_dataset
 
-ODD: tuple[Any, ...] = (
-    None, 5, -1, 1.5, "x", [], {}, True, [1], {"a": 1}, 0, 10**30, 1 << 40, "../../x", "float32", [4, 5, 6], "pre"
-)  # fmt: skip
 UNPROVED = ("coverage", "extra", "held_out_share", "name")  # of the manifest: nothing else in the dataset says it
 
 
@@ -43,34 +38,6 @@ def read(store: Store) -> bool:
 USES: dict[str, Callable[[Store], bool]] = {
     "verify": lambda store: verified(store, True), "sample": lambda store: verified(store, False), "read": read,
 }  # fmt: skip
-
-
-def places(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, the first entry of a list for all of them."""
-    if inside:
-        yield inside
-    if isinstance(value, dict):
-        for key in value:
-            yield from places(value[key], (*inside, key))
-    elif isinstance(value, list) and value:
-        yield from places(value[0], (*inside, 0))
-
-
-def edits(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(place, the whole with an odd value there), and the whole without that place."""
-    for place in places(value):
-        for odd in (*ODD, ...):
-            edited = copy.deepcopy(value)
-            inner = edited
-            for step in place[:-1]:
-                inner = inner[step]
-            if odd is ...:
-                del inner[place[-1]]
-            elif inner[place[-1]] == odd:  # as True and 1 are to Python
-                continue
-            else:
-                inner[place[-1]] = odd
-            yield place, edited
 
 
 @pytest.mark.parametrize("use", USES)

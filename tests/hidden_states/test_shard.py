@@ -19,7 +19,7 @@ from hidden_states.shard import pack_shard
 from hidden_states.shard_file import MappedShard, open_shard, rows_from_bytes
 from hidden_states.shard_layout import ShardInfo
 from hidden_states.store import digest_file
-from tests.hidden_states.stored import AFTER_BLOCK, Capture, Made, make_samples
+from tests.hidden_states.stored import AFTER_BLOCK, Capture, Made, edits, make_samples
 
 
 def one_batch(lengths: list[int]) -> Batch:
@@ -147,6 +147,45 @@ def test_what_is_no_shard_is_refused_by_name(tmp_path: Path, change: str) -> Non
     (tmp_path / "shard").write_bytes(changed)
     with pytest.raises(DatasetError, match="shard"):
         open_shard(tmp_path / "shard", info.digest)
+
+
+@pytest.mark.parametrize("part", ["facts", "tensors"])
+def test_an_edited_header_is_refused_by_name(tmp_path: Path, part: str) -> None:
+    """Whatever stands in it, and wherever: what is not proved by the samples' own checksums is refused at once."""
+    batch = one_batch([5, 3])
+    pack_shard(batch, Capture(tmp_path / "dumps").dumps(batch.samples), tmp_path / "shard")
+    data = (tmp_path / "shard").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    facts = json.loads(header["__metadata__"]["eyas"])
+    free = ("batch", "final_norm", "left_out", "id", "source", "loss_tokens", "digest", "checksums")
+    for place, edited in edits(facts if part == "facts" else {k: v for k, v in header.items() if k != "__metadata__"}):
+        said = {"eyas": json.dumps(edited if part == "facts" else facts)}
+        text = json.dumps({**(header if part == "facts" else edited), "__metadata__": said})
+        text += " " * (-len(text) % 8)
+        (tmp_path / "edited").write_bytes(len(text).to_bytes(8, "little") + text.encode() + data[8 + length :])
+        try:
+            shard, info = open_shard(tmp_path / "edited", digest_file(tmp_path / "edited"))
+        except DatasetError as error:
+            assert "edited" in str(error)
+        else:
+            assert any(name in place for name in free), (place, edited)
+            assert all(isinstance(shard.rows(*e.span).problem(e), str | None) for e in info.samples)
+
+
+def test_one_flipped_bit_of_a_header_is_no_traceback(tmp_path: Path) -> None:
+    batch = one_batch([5, 3])
+    pack_shard(batch, Capture(tmp_path / "dumps").dumps(batch.samples), tmp_path / "shard")
+    data = (tmp_path / "shard").read_bytes()
+    for position in range(8 + int.from_bytes(data[:8], "little")):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        (tmp_path / "flipped").write_bytes(flipped)
+        try:
+            shard, info = open_shard(tmp_path / "flipped", digest_file(tmp_path / "flipped"))
+        except DatasetError:
+            continue
+        assert all(isinstance(shard.rows(*e.span).problem(e), str | None) for e in info.samples)
 
 
 def test_packing_needs_no_second_copy_in_memory(tmp_path: Path) -> None:
