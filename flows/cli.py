@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -176,6 +177,7 @@ def _answer(args: argparse.Namespace, answer: dict[str, Any], show: Callable[[di
 def parser() -> argparse.ArgumentParser:
     """The command line, as argparse sees it."""
     top = argparse.ArgumentParser(prog="eyas", description="Raises EAGLE drafters for models served by SGLang.")
+    top.add_argument("--version", action="version", version=f"eyas {version('eyas')}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
