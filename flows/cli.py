@@ -298,15 +298,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. What stands behind an option belongs to `key=value` or to the recipes; argparse, which has
-    given these their words by then, calls it unrecognized."""
+    """The command line. What stands behind an option belongs to `key=value`, to the recipes or to the dataset's place;
+    argparse, which has given these their words by then, calls it unrecognized."""
     made = parser()
     args, rest = made.parse_known_args(argv)
     if rest:
         many = next((name for name in ("overrides", "recipes") if hasattr(args, name)), None)
-        if many is None or any(word.startswith("-") for word in rest):
+        one = getattr(args, "place", None) == "" and len(rest) == 1
+        if not (many or one) or any(word.startswith("-") for word in rest):
             made.error(f"unrecognized arguments: {' '.join(rest)}")
-        setattr(args, many, [*getattr(args, many), *rest])
+        if many is not None:
+            setattr(args, many, [*getattr(args, many), *rest])
+        else:
+            args.place = rest[0]
     return args
 
 

@@ -215,10 +215,22 @@ def test_overrides_may_stand_behind_options(words: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    "words", ["rm D --yes --recipe R", "rm --yes D --recipe R", "rm --recipe R --yes D", "--yes --recipe R rm D"]
+)
+def test_a_dataset_may_be_named_behind_options(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr("flows.cli.datasets", lambda args: seen.append(args) or 0)
+    assert main(["datasets", *words.split()]) == 0
+    assert (seen[0].action, seen[0].place, seen[0].yes, seen[0].recipe) == ("rm", "D", True, "R")
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         ("plan R --jsn a=1", "unrecognized arguments: --jsn a=1"), ("plan", "arguments are required: recipe\n"),
         ("inspect x y", "unrecognized arguments: y"), ("champion m 3", "unrecognized arguments: 3"), ("", "COMMAND"),
+        ("datasets rm --yes a b", "unrecognized arguments: a b"),
+        ("datasets rm a --yes b", "unrecognized arguments: b"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_refused(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
