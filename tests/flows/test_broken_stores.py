@@ -226,7 +226,7 @@ NO_PLACES = {
     "s3:///": "no dataset's URI", "s3://bucket": "no dataset's URI", "http://x/y": "no dataset's URI",
     "file://host/x": "not a store", "file://[x/y": "not a URI", "s3://[x/y/z": "not a URI",
     "s3://a b/y/z": "the bucket's", "file:///%00/x": "a zero byte", "file:///a#b/x": "a #", "file:///a?b/x": "a ?",
-    "s3://b/p#q/x": "a #", "file:///..": "not a name", "": "not a name", "../x": "not a name",
+    "s3://b/p#q/x": "a #", "file:///..": "not a name", "": "no dataset is named", "../x": "not a name",
     "file:///x/%2e%2e": "not a name",
 }  # fmt: skip
 COMMANDS = (["inspect"], ["datasets", "show"], ["datasets", "verify"], ["datasets", "rm", "--yes"])
