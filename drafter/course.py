@@ -94,14 +94,8 @@ class Progress:
 
     def __post_init__(self) -> None:
         counts = (self.step, self.epoch, self.in_epoch, self.tokens)
-        figures = (
-            self.seconds,
-            self.loss_first,
-            self.loss_last,
-            self.running_loss,
-            0.0 if self.best is None else self.best,
-        )
-        if not all(isinstance(n, int) and n >= 0 for n in counts) or not all(
-            isinstance(x, int | float) for x in figures
-        ):
+        best = 0.0 if self.best is None else self.best
+        figures = (self.seconds, self.loss_first, self.loss_last, self.running_loss, best)
+        whole = all(isinstance(n, int) and n >= 0 for n in counts)
+        if not (whole and all(isinstance(x, int | float) for x in figures)):
             raise TypeError(f"no progress: {self}")

@@ -202,17 +202,16 @@ def _stripped(lines: Iterable[bytes]) -> Iterator[bytes]:
 def _zstd_lines(path: Path) -> Iterator[bytes]:
     """zstandard's own reader ends quietly where a truncated file does; this one knows whether the frame is whole."""
     rest = b""
+    frames = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
     with path.open("rb") as file:
-        frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-        started = False
+        frame, started = frames.decompressobj(), False
         while chunk := file.read(_CHUNK):
             while chunk:
                 started = True
                 rest += frame.decompress(chunk)
                 chunk = frame.unused_data
                 if frame.eof:
-                    frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-                    started = False
+                    frame, started = frames.decompressobj(), False
                 *complete, rest = rest.split(b"\n")
                 yield from _stripped(complete)
     if started:

@@ -4,6 +4,7 @@ Both are canonical JSON: equal content, equal bytes. Nothing in them depends on 
 written, so writing them twice is harmless and the manifest's sha256 names the dataset's content.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -65,17 +66,25 @@ def check_kinds(made: Any) -> None:
         TypeError: a field holds another kind of value.
         ValueError: a whole number is negative or beyond 63 bits; all of them count or place something.
     """
-    for one in dataclass_fields(made):
-        value = getattr(made, one.name)
-        kind: Any = one.type if isinstance(one.type, UnionType) else get_origin(one.type) or one.type
-        numbers = value if one.type == _BLOCKS else (value,)
-        whole = type(value) is int and isinstance(0.5, kind)  # 1 for 1.0
-        if isinstance(value, bool) or not (isinstance(value, kind) or whole):
-            raise TypeError(f"`{one.name}` is {value!r}")
-        if one.type == _BLOCKS and any(type(number) is not int for number in numbers):
-            raise TypeError(f"`{one.name}` is {value!r}")
+    for name, kind, takes_whole, blocks in _kinds(made.__class__):
+        value = getattr(made, name)
+        numbers = value if blocks else (value,)
+        if isinstance(value, bool) or not (isinstance(value, kind) or (takes_whole and type(value) is int)):
+            raise TypeError(f"`{name}` is {value!r}")
+        if blocks and any(type(number) is not int for number in numbers):
+            raise TypeError(f"`{name}` is {value!r}")
         if any(type(number) is int and not 0 <= number < _LARGEST for number in numbers):
-            raise ValueError(f"`{one.name}` is {value}")
+            raise ValueError(f"`{name}` is {value}")
+
+
+@functools.cache  # a resumed run checks every sample there is
+def _kinds(of: type) -> tuple[tuple[str, Any, bool, bool], ...]:
+    """By field of a dataclass: its name, what it holds, whether 1 will do for 1.0, whether it is a list of blocks."""
+    found = []
+    for one in dataclass_fields(of):
+        kind: Any = one.type if isinstance(one.type, UnionType) else get_origin(one.type) or one.type
+        found.append((one.name, kind, isinstance(0.5, kind), one.type == _BLOCKS))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
