@@ -32,8 +32,9 @@ import torch
 from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
+from eyas_capture.rows import RowCopier
 from eyas_capture.spans import Assembly
-from eyas_capture.writer import Writer, thread_count
+from eyas_capture.writer import Writer, process_count
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
@@ -44,14 +45,13 @@ PARTS = ("speed", "memory", "disk")
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
-import threading, time
-import eyas_capture.states as states
-plain, disk = states.write_all, threading.Lock()
-def throttled(descriptor, views):
-    with disk:
-        time.sleep(sum(map(len, views)) / {THROTTLE})
-        plain(descriptor, views)
-states.write_all = throttled
+import time
+from eyas_capture import publisher
+plain = publisher.write_all
+def throttled(descriptor, view):
+    time.sleep(len(view) / {THROTTLE})
+    plain(descriptor, view)
+publisher.write_all = throttled
 """
 
 
@@ -173,17 +173,22 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
             file.write(data)
 
     def plain(folder: Path) -> None:
-        with ThreadPoolExecutor(thread_count()) as pool:
+        with ThreadPoolExecutor(process_count()) as pool:
             list(pool.map(write_file, [folder / f"plain-{number}" for number in range(dumps)]))
 
     def writer(folder: Path) -> None:
         one = Writer(Identity(folder, None, {}), 1 << 30, wait_when_full=True)
+        copier, like = RowCopier(source.device, one.memory), dict.fromkeys(names, source)
         one.start(lambda: None)
         for _ in range(dumps):
-            assembly = Assembly(one.next_counter(), "r", array("q", range(rows)), base=0, nbytes=nbytes)
-            one.reserve(nbytes)
-            assembly.ids = torch.arange(rows)
-            assembly.rows = dict.fromkeys(names, source)
+            taken = copier.bytes_for(rows, rows, like)
+            assembly = Assembly(one.next_counter(), "r", array("q", range(rows)), base=0, nbytes=taken)
+            one.reserve(taken)
+            buffers = copier.buffers(rows, rows, like, contract.INPUT_IDS)
+            buffers.ids.copy_(torch.arange(rows))
+            for copied in buffers.rows.values():
+                copied.copy_(source)
+            assembly.use(buffers)
             assembly.take(0, rows)
             one.submit(assembly, None)
         one.stop(600)

@@ -63,11 +63,12 @@ class Served:
             return {rid: future.result() for rid, future in running.items()}
 
     def scheduler_cpu(self) -> float:
-        """Processor seconds the processes that run the model have used; other programs on the machine hardly count."""
+        """Processor seconds of the processes that run the model and write dumps; other programs hardly count."""
         lifeline = json.loads(self.server.spec.pid_file.read_text())["lifeline"]["pid"]
         total = 0.0
         for process in psutil.Process(lifeline).children(recursive=True):
-            if process.name().startswith("sglang::schedul"):  # the kernel keeps 15 letters
+            scheduler = process.name().startswith("sglang::schedul")  # the kernel keeps 15 letters
+            if scheduler or "eyas_capture.publisher" in " ".join(process.cmdline()):
                 times = process.cpu_times()
                 total += times.user + times.system
         return total

@@ -2,11 +2,14 @@
 
     python -m benchmarks.writer_faults [--aborts N] [--kills N]
 
-While a reader verifies every dump it can see, again and again: kill -9 in the middle of a write, a full disk, a disk
-that turns read-only, the folder deleted again and again, and aborted requests. Full and read-only disks are a small
+While a reader verifies every dump it can see, again and again: kill -9 in the middle of a write (of the scheduler, of
+it and its publisher, of the publisher alone), a full disk, a disk that turns read-only, the folder deleted again and
+again, and aborted requests. Full and read-only disks are a small
 tmpfs, which only root may mount; without that right they are left out and named in `skipped`. The last line is one JSON
-object: `faults` tried, `torn_dumps_read`, `server_deaths` (the kills we did ourselves do not count), `unanswered`
-requests, and `partials_left_by_kills`: half-written dumps that the kills left behind, under names no reader takes.
+object: `faults` tried, `torn_dumps_read` and their names in `torn`, `server_deaths` (the kills we did ourselves do not
+count), `unanswered` requests, and `partials_left_by_kills`: half-written dumps that the kills left behind, under names
+no reader takes. While the folder is being deleted, a dump of which one file is gone already is looked at again later:
+it is torn when it stays.
 """
 
 import argparse
@@ -20,16 +23,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
+from eyas_capture.identity import process_start_time
 from tests.tiny_models import make_tiny
 
 DISK_MIB = 3
@@ -45,6 +50,7 @@ class Reader:
         self._folders = folders
         self._seen: set[Path] = set()
         self.torn: list[str] = []
+        self.deleting = False  # somebody deletes dumps, one file after the other
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -68,13 +74,13 @@ class Reader:
                 try:
                     torn = not whole(path)
                 except Exception as error:  # unreadable in any way is what this benchmark looks for
-                    if not path.exists():  # the fault was to delete the folder
+                    if not path.exists() or (self.deleting and isinstance(error, FileNotFoundError)):
                         continue
                     torn = True
                     print(f"{path}: {error!r}", flush=True)
                 self._seen.add(path)
                 if torn:
-                    self.torn.append(str(path))
+                    self.torn.append("/".join(path.parts[-3:]))
 
     def stop(self) -> None:
         """One last look, then no more."""
@@ -108,22 +114,49 @@ def burst(served: Served, name: str, seed: int, length: int = 100) -> int:
     return failed
 
 
-def killed(model: Path, work: Path, dump_dir: Path) -> int:
-    """kill -9 at the scheduler while it prefills and writes; the half-written dumps it left."""
+def publishers(scheduler: int) -> list[int]:
+    """The processes that write a scheduler's dumps."""
+    children = psutil.Process(scheduler).children(recursive=True)
+    return [child.pid for child in children if "eyas_capture.publisher" in " ".join(child.cmdline())]
+
+
+def killed(model: Path, work: Path, dump_dir: Path, both: bool) -> int:
+    """kill -9 at the scheduler, and its publishers if `both`, while it prefills and writes; half-written dumps left."""
     with capture_server(model, work, flags=FLAGS, dump_dir=dump_dir) as served, ThreadPoolExecutor(1) as pool:
         (writer,) = (writer for writer in served.writers() if _alive(writer["pid"]))
-        folder = dump_dir / writer["writer_id"]
+        folder, writing = dump_dir / writer["writer_id"], publishers(writer["pid"])
         running = pool.submit(burst, served, "killed", random.randrange(10**6), LONG)
-        deadline = time.monotonic() + 60
-        while not list(folder.glob(contract.PARTIAL_GLOB)) and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        os.kill(writer["pid"], signal.SIGKILL)
+        until_writing(folder, running)
+        for pid in [*(writing if both else []), writer["pid"]]:
+            os.kill(pid, signal.SIGKILL)
         running.result()
+        while any(map(_alive, writing)):
+            time.sleep(0.01)
     return len(list(folder.glob(contract.PARTIAL_GLOB)))
 
 
+def until_writing(folder: Path, running: Future[int]) -> None:
+    """Wait for a dump that is being written, as long as there are any to come."""
+    while not running.done() and not any(name.endswith(".partial") for name in os.listdir(folder)):
+        pass
+
+
+def publisher_killed(served: Served, times: int) -> int:
+    """kill -9 at the publisher while it writes; the requests without an answer. Nothing may be lost by it."""
+    (writer,) = (writer for writer in served.writers() if _alive(writer["pid"]))
+    failed, folder = 0, served.dump_dir / writer["writer_id"]
+    for number in range(times):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(burst, served, f"publisher-{number}", 10**5 + 100 * number, LONG)
+            until_writing(folder, running)
+            for pid in publishers(writer["pid"]):
+                os.kill(pid, signal.SIGKILL)
+            failed += running.result()
+    return failed
+
+
 def _alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    return process_start_time(pid) is not None
 
 
 def delete_again_and_again(dump_dir: Path, over: threading.Event) -> int:
@@ -192,20 +225,27 @@ def main() -> None:
             reader = Reader(dump_dir, disk_dir / "dump")
             print("kill -9", flush=True)
             for number in range(arguments.kills):
-                left_by_kills += killed(model, work / f"kill-{number}", dump_dir)
+                left_by_kills += killed(model, work / f"kill-{number}", dump_dir, both=number % 2 == 0)
                 faults["kill -9"] = number + 1
 
             with capture_server(model, work / "live", flags=FLAGS, dump_dir=dump_dir) as served:
                 swept = not list(dump_dir.glob(f"*/{contract.PARTIAL_GLOB}"))
-                print("folder deleted, aborts", flush=True)
+                print("publisher killed, folder deleted, aborts", flush=True)
                 unanswered += burst(served, "before", 1)
-                over = threading.Event()
+                unanswered += publisher_killed(served, arguments.kills)
+                faults["kill -9 of the publisher"] = arguments.kills
+                served.ask(prompt(43, 9), "publisher-again")
+                served.wait_for(["publisher-again"])
+                time.sleep(2)  # writer.json is a second behind
+                lost_by_kills = {why: count for one in served.writers() for why, count in one["totals"]["lost"].items()}
+                over, reader.deleting = threading.Event(), True
                 with ThreadPoolExecutor(1) as pool:
                     deleting = pool.submit(delete_again_and_again, dump_dir, over)
                     for number in range(3):
                         unanswered += burst(served, "deleted", 1000 + 100 * number, LONG)
                     over.set()
                     faults["folder deleted"] = deleting.result()
+                reader.deleting = False
                 served.ask(prompt(42, 9), "folder-again")
                 served.wait_for(["folder-again"])
                 unanswered += abort_many(served, arguments.aborts)
@@ -238,10 +278,12 @@ def main() -> None:
     result = {
         "faults": faults,
         "torn_dumps_read": len(reader.torn),
+        "torn": reader.torn,
         "server_deaths": deaths,
         "unanswered": unanswered,
         "dumps_verified": reader.verified,
         "partials_left_by_kills": left_by_kills,
+        "lost_by_kills_of_the_publisher": lost_by_kills,
         "partials_swept_at_start": swept,
         "aborted_incomplete": totals["incomplete"].get(contract.ABORTED, 0),
         "pending_after_aborts": totals["pending"],

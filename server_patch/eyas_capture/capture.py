@@ -25,8 +25,6 @@ from eyas_capture.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-_KEPT_BYTES = 256 << 20  # of host memory kept for reuse, however long the queue may be
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -45,7 +43,7 @@ class Capture:
         self._layers = layers
         self._mode = mode
         self._writer = writer
-        self._copier = RowCopier(device, min(_KEPT_BYTES, writer.queue_bytes // 4) if writer else 0)
+        self._copier = RowCopier(device, writer.memory) if writer is not None else None
         self._requests: dict[str, Any] = {}
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
@@ -169,6 +167,7 @@ class Capture:
                 take = assembly.take(chunk.start, chunk.start + chunk.length) if assembly else None
                 if assembly and take:
                     kept.append((assembly, take, chunk.offset + take.skip))
+            assert self._copier is not None
             with self._copier.copying():
                 for assembly, take, offset in kept:
                     pairs = [(assembly.ids, input_ids), *((assembly.rows[name], rows) for name, rows in named.items())]
@@ -193,20 +192,18 @@ class Capture:
         if request.finished() or request.to_finish is not None or self._is_a_further_sample(request):
             self._done.add(request)
             return None
-        assert self._writer is not None
+        assert self._writer is not None and self._copier is not None
         tokens = array("q", request.origin_input_ids)
         count = len(tokens) - chunk.start
-        nbytes = self._copier.bytes_for(count, named)
+        nbytes = self._copier.bytes_for(len(tokens), count, named)
         assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
-        assembly.ids = torch.empty(0, dtype=torch.int64)
-        if not self._writer.reserve(nbytes):
-            assembly.rows = {name: torch.empty((0, rows.shape[1]), dtype=rows.dtype) for name, rows in named.items()}
+        room = self._writer.reserve(nbytes)
+        assembly.use(self._copier.buffers(len(tokens), count if room else 0, named, contract.INPUT_IDS))
+        if not room:
             self._writer.submit(assembly, contract.QUEUE_FULL)
             self._done.add(request)
             return None
         assembly.nbytes = nbytes
-        buffers = self._copier.buffers(count, named)
-        assembly.ids, assembly.rows, assembly.release = buffers.ids, buffers.rows, buffers.release
         self._open[request] = assembly
         self._orphans[assembly.counter] = assembly
         return assembly

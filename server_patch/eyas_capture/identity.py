@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Identity:
     """
 
     def __init__(self, dump_dir: Path, dp_rank: int | None, facts: dict[str, Any]) -> None:
-        now = datetime.now(UTC)
+        now = datetime.now(timezone.utc)
         self.writer_id = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}" + ("" if dp_rank is None else f"-dp{dp_rank}")
         if (dump_dir / self.writer_id).exists():  # another host with our pid, in the same second, on a shared disk
             self.writer_id += f"-{socket.gethostname()}"

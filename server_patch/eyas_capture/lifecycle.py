@@ -114,13 +114,15 @@ class Lifecycle:
                 "eyas: %s was never compared with a reference; prove its dumps before you train on them",
                 type(layers.inner).__name__,
             )
+        device = torch.device(runner.device)
         if server.writes:
             with contextlib.suppress(OSError):  # told by the writer, which tries again for as long as it lives
                 self._dump_dir.mkdir(parents=True, exist_ok=True)
                 sweep_partials(self._dump_dir)
             identity = Identity(self._dump_dir, server.dp_rank, facts)
-            self._writer = Writer(identity, self._settings.queue_bytes, self._settings.when_full == BLOCK)
-        self._capture = Capture(layers, self._settings.mode, self._writer, torch.device(runner.device))
+            waits, pinned = self._settings.when_full == BLOCK, device.type == "cuda"
+            self._writer = Writer(identity, self._settings.queue_bytes, waits, pinned)
+        self._capture = Capture(layers, self._settings.mode, self._writer, device)
         _wrap_forward(layers.inner, self._capture.forward)
         if self._writer is not None:
             self._writer.start(self._capture.close_ended)

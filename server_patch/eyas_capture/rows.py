@@ -1,7 +1,7 @@
 """Rows on their way out of the forward pass: one asynchronous copy, and a fence that tells when it has landed."""
 
 import functools
-import threading
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,15 +9,24 @@ from typing import Any
 
 import torch
 
+from eyas_capture.memory import SharedMemory
+
 _ID_BYTES = 8  # of a token id
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory for rows: ids [count] int64, rows [count, H] by name. Not to be touched any more after `release()`."""
+    """Memory for a prompt of S tokens and rows of it: sent [S] and ids [count] int64, rows [count, H] by name.
 
+    They lie in `piece`, (offset, bytes) of the shared memory, and `places` tells where in it each begins. Not to be
+    touched any more after `release()`.
+    """
+
+    sent: torch.Tensor
     ids: torch.Tensor
     rows: dict[str, torch.Tensor]
+    piece: tuple[int, int]
+    places: dict[str, int]
     release: Callable[[], None]
 
 
@@ -29,37 +38,38 @@ class RowCopier:
     it (the rows would silently be another layer's). On the CPU the copy is done when it returns.
     """
 
-    def __init__(self, device: torch.device, kept_bytes: int = 0) -> None:
-        """`kept_bytes` of host memory at most are kept for later rows while nobody uses them."""
+    def __init__(self, device: torch.device, memory: SharedMemory) -> None:
         self.device = device
+        self._memory = memory
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = _Pool(kept_bytes)
 
-    def bytes_for(self, count: int, like: Mapping[str, torch.Tensor]) -> int:
-        """Host memory that `buffers` takes for `count` rows of each tensor and their token ids.
+    def bytes_for(self, tokens: int, count: int, like: Mapping[str, torch.Tensor]) -> int:
+        """Host memory that `buffers` takes for a prompt and `count` rows of it.
 
-        Rounded up, by a quarter at most, so that a piece fits the prompts of about that length that come later.
+        Rounded up to whole pages, and by a quarter at most, so that a piece fits the prompts of about that length that
+        come later.
         """
-        need = count * (_ID_BYTES + sum(_row_bytes(rows) for rows in like.values()))
-        step = 1 << max(0, need.bit_length() - 3)
-        return -(-need // step) * step
+        need = (tokens + count) * _ID_BYTES + count * sum(_row_bytes(rows) for rows in like.values())
+        step = max(mmap.PAGESIZE, 1 << max(0, need.bit_length() - 3))
+        return max(1, -(-need // step)) * step
 
-    def buffers(self, count: int, like: Mapping[str, torch.Tensor]) -> Buffers:
-        """Host memory for `count` rows, all in one piece; pinned when the model is on a GPU."""
-        size = self.bytes_for(count, like)
-        if self._side is None:
-            piece = self._pool.take(size)
-            release: Callable[[], None] = functools.partial(self._pool.put, piece)
-        else:  # torch keeps pinned memory itself, and knows which copies are still under way
-            piece = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            release = _nothing
-        offset = count * _ID_BYTES
-        ids, named = piece[:offset].view(torch.int64), {}
+    def buffers(self, tokens: int, count: int, like: Mapping[str, torch.Tensor], sent_name: str) -> Buffers:
+        """Host memory for a prompt of `tokens` and `count` rows of it, all in one piece. Raises OSError.
+
+        `sent_name` is the name of the prompt itself in `places`.
+        """
+        piece = self._memory.take(self.bytes_for(tokens, count, like))
+        places = {sent_name: 0}
+        sent = piece.bytes[: tokens * _ID_BYTES].view(torch.int64)
+        offset = (tokens + count) * _ID_BYTES
+        ids, named = piece.bytes[tokens * _ID_BYTES : offset].view(torch.int64), {}
         for name, rows in like.items():
             end = offset + count * _row_bytes(rows)
-            named[name] = piece[offset:end].view(rows.dtype).view(count, rows.shape[1])
+            named[name] = piece.bytes[offset:end].view(rows.dtype).view(count, rows.shape[1])
+            places[name] = offset
             offset = end
-        return Buffers(ids, named, release)
+        whole = (piece.offset, piece.bytes.numel())
+        return Buffers(sent, ids, named, whole, places, functools.partial(self._memory.put, piece))
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -78,7 +88,7 @@ class RowCopier:
             source.record_stream(self._side)
 
     def fence(self) -> Any:
-        """Done when every copy so far has landed; None when they all have. Has `synchronize()`."""
+        """Done when every copy so far has landed; None when they all have. Has `query()`."""
         if self._side is None:
             return None
         event = torch.cuda.Event()
@@ -86,47 +96,5 @@ class RowCopier:
         return event
 
 
-class _Pool:
-    """Memory to use again, by size.
-
-    Fresh memory costs the forward thread a page fault every 4 KiB, and the writer's giving it back interrupts every
-    other thread of the process: together more than copying the rows.
-    """
-
-    def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes = kept_bytes
-        self._lock = threading.Lock()
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._bytes = 0
-
-    def take(self, size: int) -> torch.Tensor:
-        """A piece of `size` bytes, with anything in it."""
-        with self._lock:
-            if free := self._free.get(size):
-                self._bytes -= size
-                return free.pop()
-            # Other sizes are asked for now than before: those that are kept would only add to the memory in use.
-            while self._bytes and size <= self._kept_bytes < self._bytes + size:
-                self._bytes -= self._drop_one()
-        return torch.empty(size, dtype=torch.uint8)
-
-    def put(self, piece: torch.Tensor) -> None:
-        """Nobody reads or writes this piece any more."""
-        size = piece.numel()
-        with self._lock:
-            if self._bytes + size <= self._kept_bytes:
-                self._bytes += size
-                self._free.setdefault(size, []).append(piece)
-
-    def _drop_one(self) -> int:
-        size = next(size for size, free in self._free.items() if free)
-        self._free[size].pop()
-        return size
-
-
 def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1] * rows.element_size()
-
-
-def _nothing() -> None:
-    """Pinned memory is given back by dropping it."""

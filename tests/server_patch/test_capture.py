@@ -3,7 +3,6 @@
 import gc
 import json
 import random
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -15,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas_capture import contract, writer
+from eyas_capture import contract
 from eyas_capture.capture import Capture
 from eyas_capture.identity import Identity
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.writer import Writer
+from tests.server_patch.slow_disk import SlowDisk
 from tests.server_patch.test_layers import Llama
+from tests.server_patch.test_writer import until_written
 
 H = 4
 AFTER_BLOCK = (1, 3)
@@ -263,19 +264,18 @@ def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:
 def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write_states = threading.Event(), writer.write_states
-    monkeypatch.setattr(writer, "write_states", lambda *args: (gate.wait(30), write_states(*args))[1])
-    bench = Bench(tmp_path, queue_bytes=4000)
+    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+    disk.wait()
+    bench = Bench(tmp_path / "dumps", queue_bytes=20_000)
     for name in ("fits", "skipped"):
-        bench.run([(Request(name, 50), 0, 50)])
-    gate.set()
-    with bench.writer._room:
-        assert bench.writer._room.wait_for(lambda: not bench.writer._waiting, 10)
-    bench.run([(Request("later", 50), 0, 50)])
+        bench.run([(Request(name, 150), 0, 150)])
+    disk.go_on()
+    until_written(bench.writer)
+    bench.run([(Request("later", 150), 0, 150)])
     records = bench.end()
     assert records["skipped"]["incomplete_reason"] == contract.QUEUE_FULL and records["skipped"]["spans"] == []
     assert records["fits"]["complete"] and records["later"]["complete"]
-    assert bench.totals["queue_peak_bytes"] <= 4000 and bench.totals["queue_bytes"] == 0
+    assert bench.totals["queue_peak_bytes"] <= 20_000 and bench.totals["queue_bytes"] == 0
 
 
 def test_health_probes_are_never_captured(bench: Bench) -> None:

@@ -2,10 +2,14 @@
 
 import errno
 import json
+import mmap
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas_capture import contract, identity, states, writer
+from eyas_capture import contract, identity, publisher, writer
 from eyas_capture.identity import Identity, process_start_time, sweep_partials
+from eyas_capture.rows import RowCopier
 from eyas_capture.spans import Assembly
+from eyas_capture.states import described, put_prompt
 from eyas_capture.writer import Writer
+from tests.server_patch.slow_disk import SlowDisk
 
 H = 8
+PAGE = mmap.PAGESIZE
 
 
 def no_tick() -> None:
@@ -47,17 +55,42 @@ def filled(
     to: Writer, tokens: int = 6, spans: tuple[tuple[int, int], ...] = ((0, 6),), dtype: torch.dtype = torch.bfloat16
 ) -> Assembly:
     """A request whose rows are all different, with room reserved for them."""
-    counter = to.next_counter()
-    base = spans[0][0]
-    assembly = Assembly(counter, f"rid-{counter}", array("q", range(100, 100 + tokens)), base=base)
-    assembly.ids = torch.arange(100 + base, 100 + tokens)
-    for name in (contract.block_tensor(1), contract.FINAL):
-        assembly.rows[name] = torch.randn(tokens - base, H).to(dtype)
+    base, counter = spans[0][0], to.next_counter()
+    copier = RowCopier(torch.device("cpu"), to.memory)
+    like = {name: torch.empty(0, H, dtype=dtype) for name in (contract.block_tensor(1), contract.FINAL)}
+    taken = copier.bytes_for(tokens, tokens - base, like)
+    prompt = array("q", range(100, 100 + tokens))
+    assembly = Assembly(counter, f"rid-{counter}", prompt, base=base, nbytes=taken)
+    assert to.reserve(taken)
+    assembly.use(copier.buffers(tokens, tokens - base, like, contract.INPUT_IDS))
+    assembly.ids.copy_(torch.arange(100 + base, 100 + tokens))
+    for rows in assembly.rows.values():
+        rows.copy_(torch.randn(rows.shape))
     for span in spans:
         assembly.take(*span)
-    assembly.nbytes = 2 * (tokens - base) * H * dtype.itemsize
-    assert to.reserve(assembly.nbytes)
     return assembly
+
+
+def until_written(one: Writer, timeout_s: float = 30.0) -> None:
+    """Wait until every dump that was submitted is written or lost."""
+    ends = time.monotonic() + timeout_s
+    while one._copied or one._ordered:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+        one.look()
+
+
+def publishers(one: Writer) -> list[int]:
+    """Process ids."""
+    return [publisher.process.pid for publisher in one._handover._publishers]
+
+
+def whole(path: Path) -> bool:
+    """Whether a dump's every tensor has the checksum its record gives."""
+    record = json.loads((path / contract.RECORD_FILE).read_text())
+    tensors = load_file(path / contract.STATES_FILE)
+    sums = {n: contract.tensor_checksum(t.view(torch.uint8).numpy().tobytes()) for n, t in tensors.items()}
+    return bool(sums == record["checksums"])
 
 
 def totals(of: Writer) -> dict[str, Any]:
@@ -122,55 +155,61 @@ def test_totals_always_add_up(made: Callable[..., Writer]) -> None:
     assert found["bytes"] == on_disk
 
 
-class SlowDisk:
-    """Writing waits until the gate opens."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate = threading.Event()
-        write_states = writer.write_states
-
-        def gated(descriptor: int, assembly: Assembly) -> tuple[dict[str, str], int]:
-            assert self.gate.wait(30)
-            return write_states(descriptor, assembly)
-
-        monkeypatch.setattr(writer, "write_states", gated)
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    one = SlowDisk(tmp_path / "disk", monkeypatch)
+    yield one
+    one.go_on()
 
 
-def test_block_waits_for_the_disk_and_loses_nothing(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(monkeypatch)
-    one = made(queue_bytes=500)
-    one.submit(filled(one), None)  # 192 bytes each
+def test_block_waits_for_the_disk_and_loses_nothing(disk: SlowDisk, made: Callable[..., Writer]) -> None:
+    disk.wait()
+    one = made(queue_bytes=2 * PAGE)
+    one.submit(filled(one), None)  # a page each
     one.submit(filled(one), None)
     reserved: list[bool] = []
-    forward = threading.Thread(target=lambda: reserved.append(one.reserve(192)))
+    forward = threading.Thread(target=lambda: reserved.append(one.reserve(PAGE)))
     forward.start()
     forward.join(0.3)
     assert forward.is_alive() and not reserved
-    disk.gate.set()
+    disk.go_on()
     forward.join(10)
     assert reserved == [True] and one.totals.blocked_seconds > 0.2
-    assert one.totals.queue_peak_bytes <= 500
+    assert one.totals.queue_peak_bytes <= 2 * PAGE
 
 
-def test_skip_does_not_wait(made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = SlowDisk(monkeypatch)
-    one = made(queue_bytes=300, wait=False)
+def test_skip_does_not_wait(disk: SlowDisk, made: Callable[..., Writer]) -> None:
+    disk.wait()
+    one = made(queue_bytes=PAGE, wait=False)
     one.submit(filled(one), None)
-    assert not one.reserve(192)
-    disk.gate.set()
+    assert not one.reserve(PAGE)
+    disk.go_on()
 
 
 def test_waiting_for_the_disk_ends_before_sglangs_watchdog(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+    disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = SlowDisk(monkeypatch)
+    disk.wait()
     monkeypatch.setattr(writer, "LONGEST_BLOCK", 0.05)
-    one = made(queue_bytes=300)
+    one = made(queue_bytes=PAGE)
     one.submit(filled(one), None)
-    assert not one.reserve(192)
-    disk.gate.set()
+    assert not one.reserve(PAGE)
+    disk.go_on()
+
+
+def test_very_many_small_dumps_are_a_full_queue_too(
+    disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have only so many pieces of memory."""
+    disk.wait()
+    monkeypatch.setattr(writer, "_MOST_WAITING", 3)
+    one = made(wait=False)
+    for _ in range(3):
+        one.submit(filled(one), None)
+    assert not one.reserve(PAGE)
+    disk.go_on()
+    until_written(one)
+    assert one.reserve(PAGE)
 
 
 def test_prompts_being_prefilled_never_wait_for_each_other(made: Callable[..., Writer]) -> None:
@@ -182,42 +221,175 @@ def test_prompts_being_prefilled_never_wait_for_each_other(made: Callable[..., W
 
 @pytest.mark.parametrize("broken", [errno.ENOSPC, errno.EACCES, errno.EIO])
 def test_a_dump_the_disk_refuses_is_counted_as_lost_and_the_next_one_is_written(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch, broken: int
+    disk: SlowDisk, made: Callable[..., Writer], broken: int
 ) -> None:
     one = made()
-
-    def refuse(descriptor: int, views: list[memoryview]) -> None:
-        raise OSError(broken, os.strerror(broken))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "write_all", refuse)
-        one.submit(filled(one), None)
-        with one._room:
-            assert one._room.wait_for(lambda: not one._waiting, 10)
+    disk.refuse(broken)
+    one.submit(filled(one), None)
+    until_written(one)
+    disk.go_on()
     one.submit(filled(one), None)
     assert one.stop(10)
     assert totals(one)["lost"] == {os.strerror(broken): 1} and totals(one)["complete"] == 1
     assert sorted(p.name for p in one.identity.folder.glob("*req*")) == ["req_1"]
 
 
-def test_a_defect_in_writing_costs_one_dump_and_not_the_thread(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("where", ["the forward pass", "the publisher"])
+def test_a_defect_in_writing_costs_one_dump_and_none_after_it(made: Callable[..., Writer], where: str) -> None:
     one = made()
     wrong = filled(one)
-    wrong.rows["after_block_9"] = None
+    if where == "the forward pass":
+        wrong.rows["after_block_9"] = None
+    else:
+        wrong.piece = (-1, "so many")  # type: ignore[assignment]
     one.submit(wrong, None)
     for _ in range(4):
         one.submit(filled(one), None)
     assert one.stop(10)
     assert totals(one)["complete"] == 4 and sum(totals(one)["lost"].values()) == 1
+    assert totals(one)["queue_bytes"] == 0
+
+
+def test_an_order_too_long_to_send_costs_one_dump(made: Callable[..., Writer]) -> None:
+    one = made(queue_bytes=1 << 30)
+    spans = tuple((2 * k, 2 * k + 1) for k in range(40_000))  # no prompt is prefilled so, but nothing may stop either
+    one.submit(filled(one, 80_000, spans), contract.PREFIX_CACHE)
+    one.submit(filled(one), None)
+    assert one.stop(10)
+    assert totals(one)["complete"] == 1 and sum(totals(one)["lost"].values()) == 1
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_publisher_that_is_killed_costs_nothing(disk: SlowDisk, made: Callable[..., Writer], kills: int) -> None:
+    """Its orders are done by the next one, the half-written dump too."""
+    disk.wait()
+    one = made()
+    for _ in range(5):
+        one.submit(filled(one), None)
+    for _ in range(kills):
+        ends = time.monotonic() + 10
+        while not list(one.identity.folder.glob(contract.PARTIAL_GLOB)) and time.monotonic() < ends:
+            time.sleep(0.01)
+        (process,) = publishers(one)
+        os.kill(process, signal.SIGKILL)
+        while process in publishers(one):
+            time.sleep(0.01)
+            one.look()
+    disk.go_on()
+    assert one.stop(20)
+    assert totals(one)["complete"] == 5 and totals(one)["lost"] == {}
+    assert sorted(p.name for p in one.identity.folder.glob("*req*")) == [f"req_{n}" for n in range(5)]
+
+
+def test_an_order_that_kills_every_publisher_is_lost_and_said(disk: SlowDisk, made: Callable[..., Writer]) -> None:
+    disk.wait()
+    one = made()
+    one.submit(filled(one), None)
+    ends = time.monotonic() + 30
+    while one._ordered and time.monotonic() < ends:
+        for process in publishers(one):
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+        one.look()
+    disk.go_on()
+    one.submit(filled(one), None)
+    assert one.stop(10)
+    assert totals(one)["lost"] == {"the publisher process died": 1} and totals(one)["complete"] == 1
+
+
+def test_a_dump_that_was_published_before_its_publisher_died_is_not_written_again(made: Callable[..., Writer]) -> None:
+    one = made()
+    one.submit(filled(one), None)
+    until_written(one)
+    before = os.stat(one.identity.folder / "req_0" / contract.STATES_FILE)
+    again = filled(one)
+    again.counter = 0
+    one.submit(again, None)
+    until_written(one)
+    assert os.stat(one.identity.folder / "req_0" / contract.STATES_FILE).st_mtime_ns == before.st_mtime_ns
+    assert one.totals.bytes == 2 * before.st_size and one.totals.lost.total() == 0
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from eyas_capture.identity import Identity
+from eyas_capture.writer import Writer
+from tests.server_patch.test_writer import filled
+one = Writer(Identity(Path({folder!r}), None, {{}}), 1 << 20, True)
+one.start(lambda: None)
+for _ in range(20):
+    one.submit(filled(one), None)
+print(*(p.process.pid for p in one._handover._publishers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_ordered_before_kill_9_is_published_and_the_publisher_ends(tmp_path: Path) -> None:
+    code = KILLED.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends and any(process_start_time(int(pid)) for pid in ended.stdout.split()):
+        time.sleep(0.05)
+    assert ended.stdout.split() and not any(process_start_time(int(pid)) for pid in ended.stdout.split())
+    assert len(list(tmp_path.glob("*/req_*"))) == 20 and not list(tmp_path.glob(f"*/{contract.PARTIAL_GLOB}"))
+    assert all(whole(path) for path in tmp_path.glob("*/req_*"))
+
+
+def test_a_dump_whose_states_are_deleted_while_it_is_written_is_written_again(
+    disk: SlowDisk, made: Callable[..., Writer]
+) -> None:
+    """Whoever deletes the folder takes one file after the other: a dump with one of them must not be published."""
+    disk.delete_once()
+    one = made()
+    one.submit(filled(one), None)
+    assert one.stop(10)
+    assert totals(one)["complete"] == 1 and whole(one.identity.folder / "req_0")
+
+
+def test_no_thread_takes_the_interpreter_from_the_forward_pass(disk: SlowDisk, made: Callable[..., Writer]) -> None:
+    before = set(threading.enumerate())
+    disk.wait()
+    one = made()
+    for _ in range(5):
+        one.submit(filled(one), None)
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"eyas-tick"}
+    disk.go_on()
+
+
+class Fence:
+    """What tells when the rows of a pass have left the GPU."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_rows_still_on_their_way_from_a_gpu_are_not_written(made: Callable[..., Writer]) -> None:
+    """The GPU is a stand-in. And nobody waits for it: the look between two passes finds that they have landed."""
+    one = made()
+    late, fence = filled(one), Fence()
+    late.fence = fence
+    one.submit(late, None)
+    time.sleep(0.3)
+    assert not list(one.identity.folder.glob("*req_*"))
+    late.rows[contract.FINAL].fill_(7)
+    fence.passed = True
+    ends = time.monotonic() + 10  # the tick
+    while not list(one.identity.folder.glob("req_*")) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert one.stop(10) and totals(one)["complete"] == 1
+    assert bool((load_file(one.identity.folder / "req_0" / contract.STATES_FILE)[contract.FINAL] == 7).all())
 
 
 def test_a_folder_deleted_under_the_writer_comes_back_with_its_identity(made: Callable[..., Writer]) -> None:
     one = made()
     one.submit(filled(one), None)
-    with one._room:
-        assert one._room.wait_for(lambda: not one._waiting, 10)
+    until_written(one)
     shutil.rmtree(one.identity.dump_dir)
     one.submit(filled(one), None)
     assert one.stop(10)
@@ -260,52 +432,58 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     assert not wrong and totals(one)["complete"] == 150
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_only_the_writers_own_threads_give_way(made: Callable[..., Writer]) -> None:
-    def niceness(thread: int) -> int:
-        return os.getpriority(os.PRIO_PROCESS, thread)
-
-    here, seen = niceness(threading.get_native_id()), []
+def test_the_publisher_runs_only_when_nothing_else_wants_the_core(made: Callable[..., Writer]) -> None:
     one = made()
-    assembly = filled(one)
-    assembly.release = lambda: seen.append(niceness(threading.get_native_id()))
-    one.submit(assembly, None)
-    assert one.stop(10)
-    assert seen == [min(19, here + writer.NICER)] and niceness(threading.get_native_id()) == here
+    one.submit(filled(one), None)
+    until_written(one)
+    assert [os.sched_getscheduler(pid) for pid in publishers(one)] == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])
-def test_few_cores_have_few_writer_threads(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])
+def test_few_cores_have_few_publishers(monkeypatch: pytest.MonkeyPatch, cores: int, processes: int) -> None:
     monkeypatch.setattr(writer.os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert writer.thread_count() == threads
+    assert writer.process_count() == processes
+
+
+def test_more_publishers_are_started_when_there_is_more_to_do(
+    disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "process_count", lambda: 3)
+    disk.wait()
+    one = made()
+    for _ in range(9):
+        one.submit(filled(one), None)
+    assert len(publishers(one)) == 3
+    disk.go_on()
+    assert one.stop(20) and totals(one)["complete"] == 9
 
 
 @pytest.mark.parametrize("most", [1, 5, 7, 8, 1000])
-def test_a_dump_in_many_pieces_is_whole(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Pieces smaller than a row, few a call, calls of few bytes, and a disk that takes one less than it is given."""
-    monkeypatch.setattr(states, "_PIECE", 7)
-    monkeypatch.setattr(states, "_PIECES", 3)
-    monkeypatch.setattr(states, "_CALL", most)
-    writev = os.writev
+def test_a_dump_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Pieces smaller than a row, calls of few bytes, and a disk that takes one less than it is given."""
+    monkeypatch.setattr(publisher, "_HASHED", 7)
+    monkeypatch.setattr(publisher, "_CALL", most)
+    write = os.write
 
-    def short(descriptor: int, views: list[memoryview]) -> int:
-        size = sum(map(len, views))
-        assert size <= most
-        return writev(descriptor, [memoryview(b"".join(views))[: max(1, size - 1)]])
+    def short(descriptor: int, view: memoryview) -> int:
+        assert len(view) <= most
+        return write(descriptor, view[: max(1, len(view) - 1)])
 
-    monkeypatch.setattr(states.os, "writev", short)
-    one = made()
+    one = Writer(Identity(tmp_path, None, {}), 1 << 20, True)
     assembly = filled(one, 10, ((2, 4), (7, 9)))
     rows = assembly.rows[contract.FINAL].clone()
-    one.submit(assembly, None)
-    assert one.stop(10)
-    folder = one.identity.folder / contract.dump_name(0)
-    final = load_file(folder / contract.STATES_FILE)[contract.FINAL]
-    assert torch.equal(final, torch.cat([rows[0:2], rows[5:7]]))
-    checksum = json.loads((folder / contract.RECORD_FILE).read_text())["checksums"][contract.FINAL]
-    assert checksum == contract.tensor_checksum(final.view(torch.uint8).numpy().tobytes())
+    put_prompt(assembly)
+    data = memoryview(assembly.sent.untyped_storage().tolist() and bytes(assembly.sent.untyped_storage()))
+    with open(tmp_path / "states", "wb") as file, monkeypatch.context() as patch:
+        patch.setattr(publisher.os, "write", short)
+        nbytes, checksums = publisher.write_states(file.fileno(), described(assembly), data)
+    found = load_file(tmp_path / "states")
+    assert nbytes == (tmp_path / "states").stat().st_size
+    assert found[contract.INPUT_IDS].tolist() == list(range(100, 110))
+    assert torch.equal(found[contract.FINAL], torch.cat([rows[0:2], rows[5:7]]))
+    raw = found[contract.FINAL].view(torch.uint8).numpy().tobytes()
+    assert checksums[contract.FINAL] == contract.tensor_checksum(raw)
 
 
 def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""The scheduler's end of the publisher processes: orders out, answers back, and nobody ever waits."""
+
+import contextlib
+import json
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas_capture.publisher import MESSAGE
+
+_TRIES = 3  # at an order whose process dies
+
+
+@dataclass
+class _Order:
+    counter: int
+    message: bytes
+    tries: int = 0
+
+
+@dataclass
+class _Publisher:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    orders: dict[int, _Order] = field(default_factory=dict)  # sent and not answered, by counter
+
+
+class Handover:
+    """Some publisher processes, started when they are first needed, and again when they have died.
+
+    Not safe for threads: the writer's lock guards it. `memory` is the descriptor of the shared memory.
+    """
+
+    def __init__(self, memory: int, most: int) -> None:
+        self._memory = memory
+        self._most = most
+        self._publishers: list[_Publisher] = []
+        self._unsent: deque[_Order] = deque()
+        self._answers: list[dict[str, Any]] = []
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Have a dump written; one of the `answers` will have its counter."""
+        self._unsent.append(_Order(order["record"]["counter"], json.dumps(order).encode()))
+        self._send()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
+        sockets = [publisher.socket for publisher in list(self._publishers)]
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile: there is something to see
+            select.select(sockets, [], [], timeout_s)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What has been done since the last look: {"counter", and "bytes", "gone" or "error"} each."""
+        for publisher in list(self._publishers):
+            self._hear(publisher)
+        self._send()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def start(self) -> None:
+        """Start one process more. Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            code = f"from {__package__}.publisher import main; main({self._memory})"
+            process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), pass_fds=[self._memory])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._publishers.append(_Publisher(process, ours))
+
+    def close(self, timeout_s: float) -> None:
+        """Let the processes end after what they have."""
+        publishers, self._publishers = self._publishers, []
+        for publisher in publishers:
+            with contextlib.suppress(OSError):
+                publisher.socket.shutdown(socket.SHUT_WR)
+        ends = time.monotonic() + timeout_s
+        for publisher in publishers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                publisher.process.wait(max(0.0, ends - time.monotonic()))
+            publisher.socket.close()
+
+    def _hear(self, publisher: _Publisher) -> None:
+        try:
+            while message := publisher.socket.recv(MESSAGE):
+                answer = json.loads(message)
+                publisher.orders.pop(answer["counter"], None)
+                self._answers.append(answer)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            pass
+        self._bury(publisher)
+
+    def _bury(self, publisher: _Publisher) -> None:
+        """A process that died: its orders are somebody else's. Nothing is lost, the rows are still there."""
+        self._publishers.remove(publisher)
+        publisher.socket.close()
+        publisher.process.wait()
+        for order in publisher.orders.values():
+            order.tries += 1
+            if order.tries < _TRIES:
+                self._unsent.append(order)
+            else:
+                self._answers.append({"counter": order.counter, "error": "the publisher process died"})
+
+    def _send(self) -> None:
+        while self._unsent:
+            order, publisher = self._unsent[0], None
+            try:
+                publisher = self._idlest()
+                publisher.socket.send(order.message)
+            except BlockingIOError:  # it has as much to do as it can remember
+                return
+            except ConnectionError:
+                assert publisher is not None
+                self._hear(publisher)
+                continue
+            except OSError as error:  # no process to be had, or a message too long for a socket
+                self._unsent.popleft()
+                self._answers.append({"counter": order.counter, "error": error.strerror or str(error)})
+                continue
+            self._unsent.popleft()
+            publisher.orders[order.counter] = order
+
+    def _idlest(self) -> _Publisher:
+        if not self._publishers or (len(self._publishers) < self._most and all(p.orders for p in self._publishers)):
+            self.start()
+        return min(self._publishers, key=lambda publisher: len(publisher.orders))

@@ -1,0 +1,86 @@
+"""Host memory that the publisher processes see too: they are told where, and nothing is copied."""
+
+import logging
+import mmap
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SPACE = 1 << 60  # bytes of addresses; only what is in use takes memory
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """`bytes` [size] uint8 lie at `offset` of the memory's descriptor."""
+
+    offset: int
+    bytes: torch.Tensor
+    mapping: mmap.mmap
+
+
+class SharedMemory:
+    """One file without a name, a piece of it for every prompt; pieces that are given back are kept for reuse.
+
+    Fresh memory costs the forward thread a page fault every 4 KiB, and giving it back interrupts every other thread of
+    the process: together more than copying the rows.
+    """
+
+    def __init__(self, kept_bytes: int = 0, pinned: bool = False) -> None:
+        """`kept_bytes` at most are kept while nobody uses them. `pinned` lets a GPU copy without the processor."""
+        self.descriptor = os.memfd_create("eyas-rows")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, _SPACE)
+        self._kept_bytes = kept_bytes
+        self._pinned = pinned
+        self._offsets = 0
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Piece]] = {}
+        self._bytes = 0
+
+    def take(self, size: int) -> Piece:
+        """A piece of `size` bytes (whole pages), with anything in it. Raises OSError."""
+        with self._lock:
+            if free := self._free.get(size):
+                self._bytes -= size
+                return free.pop()
+            # Other sizes are asked for now than before: those that are kept would only add to the memory in use.
+            while self._bytes and size <= self._kept_bytes < self._bytes + size:
+                self._drop_one()
+            offset, self._offsets = self._offsets, self._offsets + size
+        mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+        piece = Piece(offset, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
+        if self._pinned:
+            self._pin(piece)
+        return piece
+
+    def put(self, piece: Piece) -> None:
+        """Nobody reads or writes this piece any more."""
+        size = piece.bytes.numel()
+        with self._lock:
+            if self._bytes + size <= self._kept_bytes:
+                self._bytes += size
+                self._free.setdefault(size, []).append(piece)
+                return
+        self._drop(piece)
+
+    def _drop_one(self) -> None:
+        free = next(free for free in self._free.values() if free)
+        piece = free.pop()
+        self._bytes -= piece.bytes.numel()
+        self._drop(piece)
+
+    def _pin(self, piece: Piece) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(piece.bytes.data_ptr(), piece.bytes.numel(), 0)
+        if int(status):  # copies are right without, only slower
+            logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", piece.bytes.numel(), int(status))
+            self._pinned = False
+
+    def _drop(self, piece: Piece) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(piece.bytes.data_ptr())
+        piece.mapping.madvise(mmap.MADV_REMOVE)

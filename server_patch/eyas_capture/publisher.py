@@ -1,0 +1,152 @@
+"""A process of its own that checks sums and writes files: `main(descriptor of the shared memory)`.
+
+In the scheduler's process a second thread of Python takes the interpreter lock from the forward pass again and again,
+and each time the pass sleeps and is woken: a dump with 0.7 ms of work held it up for 2.1 ms. Here nobody waits, and the
+kernel lets this process run when nothing else wants the core.
+
+Standard library only: it starts in a moment and stays small, however long a prompt is. Standard input is a socket that
+keeps messages whole. Each message is JSON:
+
+    in    {"folder": of the writer, "record": record.json without what is found out here,
+           "memory": [offset, bytes] of its piece of the shared memory,
+           "tensors": [{"name", "dtype", "shape", "ranges": [[offset in the piece, bytes], ...]}, ...]}
+    out   {"counter", "bytes": of the file} | {"counter", "gone": true}: somebody deleted the folder
+           | {"counter", "error": why}
+
+It ends with the socket. When the scheduler is killed, what was ordered before is still published.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from eyas_capture import contract
+
+MESSAGE = 1 << 20  # bytes of a message at most; sockets take less
+_LOOK = 5.0  # seconds between looks whether the scheduler is still there: a process it forked may hold the socket open
+# File systems with large folios (XFS, ext4 since Linux 6.16) look for as much memory in one piece as a call writes, and
+# once memory is fragmented, looking costs five times the copy.
+_CALL = 256 << 10  # bytes
+_HASHED = 4 << 20  # bytes hashed before they are written: few enough to be in the cache still
+
+
+def publish(order: dict[str, Any], memory: int) -> int:
+    """Write one dump; the size of its states.safetensors. Raises OSError: then nothing is left of it."""
+    folder, counter = order["folder"], order["record"]["counter"]
+    partial, published = f"{folder}/{contract.partial_name(counter)}", f"{folder}/{contract.dump_name(counter)}"
+    # A process may have died over this order: before it was done, or before it could say so.
+    if os.path.exists(published):
+        return os.stat(f"{published}/{contract.STATES_FILE}").st_size
+    if os.path.exists(partial):
+        shutil.rmtree(partial)
+    os.mkdir(partial)
+    try:
+        # Nothing is synced: a dump is read within minutes, by a reader that checks its sums. A commit of the disk's
+        # journal per dump would cost more than all the rest, and be felt by everybody who uses that disk.
+        with _new_file(f"{partial}/{contract.STATES_FILE}") as file:
+            nbytes, checksums = write_states(file, order["tensors"], _mapped(memory, *order["memory"]))
+        found = {"checksums": checksums, "written_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
+        with _new_file(f"{partial}/{contract.RECORD_FILE}") as file:
+            write_all(file, memoryview((json.dumps(order["record"] | found) + "\n").encode()))
+        # Whoever deletes the folder right now may have taken one of the two already.
+        for name in (contract.STATES_FILE, contract.RECORD_FILE):
+            os.stat(f"{partial}/{name}")
+        os.rename(partial, published)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return nbytes
+
+
+def write_states(file: int, tensors: list[dict[str, Any]], data: memoryview) -> tuple[int, dict[str, str]]:
+    """states.safetensors from a piece of memory, to an open file: its size, and the checksum of each tensor.
+
+    The safetensors library wants whole contiguous tensors in memory, and a second pass over them for the checksums.
+    """
+    header, offset, checksums = {}, 0, {}
+    for tensor in tensors:
+        end = offset + sum(nbytes for _, nbytes in tensor["ranges"])
+        header[tensor["name"]] = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
+    for tensor in tensors:
+        digest = hashlib.sha256()
+        for place, nbytes in tensor["ranges"]:
+            for start in range(place, place + nbytes, _HASHED):
+                piece = data[start : min(start + _HASHED, place + nbytes)]
+                digest.update(piece)
+                write_all(file, piece)
+        checksums[tensor["name"]] = "sha256:" + digest.hexdigest()
+    return 8 + len(text) + offset, checksums
+
+
+def _mapped(memory: int, offset: int, nbytes: int) -> memoryview:
+    """A piece of the shared memory, for as long as somebody has hold of it."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(memory, nbytes, flags=flags, prot=mmap.PROT_READ, offset=offset))
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """A new file's descriptor. Closing counts: some file systems say only then that the disk is full."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield descriptor
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise
+    os.close(descriptor)
+
+
+def write_all(descriptor: int, view: memoryview) -> None:
+    """Write everything: a disk that is nearly full takes a part first, and raises OSError at the rest."""
+    while view:
+        view = view[os.write(descriptor, view[:_CALL]) :]
+
+
+def answer(order: dict[str, Any], memory: int) -> dict[str, Any]:
+    """What to say of an order when it is done."""
+    said: dict[str, Any] = {"counter": order["record"]["counter"]}
+    try:
+        return said | {"bytes": publish(order, memory)}
+    except FileNotFoundError:
+        return said | {"gone": True}
+    except OSError as error:
+        return said | {"error": error.strerror or str(error)}
+    except Exception as error:  # a defect of ours must cost this dump, and none after it
+        return said | {"error": f"{type(error).__name__}: {error}"}
+
+
+def main(memory: int) -> None:
+    """Publish what is ordered until there is no more. Signals are for the scheduler, which then waits for its queue."""
+    parent, socket = os.getppid(), sys.stdin.fileno()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):  # a forward pass that waits for the queue leaves its core to us
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        while not select.select([socket], [], [], _LOOK)[0]:
+            if os.getppid() != parent:
+                return
+        try:
+            message = os.read(socket, MESSAGE)
+        except ConnectionError:  # it ended with an answer of ours unread: said once, and before the orders that remain
+            continue
+        if not message:
+            return
+        said = json.dumps(answer(json.loads(message), memory)).encode()
+        with contextlib.suppress(ConnectionError):  # nobody listens any more, and there may be more orders
+            os.write(socket, said)
