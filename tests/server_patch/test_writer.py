@@ -432,12 +432,13 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     assert not wrong and totals(one)["complete"] == 150
 
 
-def test_the_publisher_runs_only_when_nothing_else_wants_the_core(made: Callable[..., Writer]) -> None:
+def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
     one = made()
     one.submit(filled(one), None)
     until_written(one)
-    assert [os.sched_getscheduler(pid) for pid in publishers(one)] == [os.SCHED_IDLE]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in publishers(one)] == [min(19, here + publisher.NICER)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])
