@@ -9,11 +9,25 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from eyas_capture.publisher import MESSAGE
 
+_ROOT = Path(__file__).parents[1]
+# Not from the server's working folder, where anything may lie that is called like a module.
+_PROGRAM = """import sys
+sys.path = [path for path in sys.path if path] + [sys.argv[1]]
+from eyas_capture.publisher import main
+main(int(sys.argv[2]))
+"""
 _TRIES = 3  # at an order whose process dies
+_MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
+_LONGEST_PAUSE = 5.0  # seconds before another process is started
+
+
+class _NoPublisher(Exception):
+    """None runs, and one that was started now would die as the last ones did."""
 
 
 @dataclass
@@ -42,6 +56,8 @@ class Handover:
         self._publishers: list[_Publisher] = []
         self._unsent: deque[_Order] = deque()
         self._answers: list[dict[str, Any]] = []
+        self._deaths = 0  # since the last answer
+        self._pause_ends = 0.0
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written; one of the `answers` will have its counter."""
@@ -50,9 +66,11 @@ class Handover:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
-        sockets = [publisher.socket for publisher in list(self._publishers)]
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile: there is something to see
-            select.select(sockets, [], [], timeout_s)
+        poll = select.poll()  # a server has more descriptors than select takes
+        for publisher in list(self._publishers):
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                poll.register(publisher.socket, select.POLLIN)
+        poll.poll(1000 * timeout_s)
 
     def answers(self) -> list[dict[str, Any]]:
         """What has been done since the last look: {"counter", and "bytes", "gone" or "error"} each."""
@@ -66,8 +84,8 @@ class Handover:
         """Start one process more. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            code = f"from {__package__}.publisher import main; main({self._memory})"
-            process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), pass_fds=[self._memory])
+            command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(self._memory)]
+            process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=[self._memory])
         except BaseException:
             ours.close()
             raise
@@ -92,6 +110,7 @@ class Handover:
         try:
             while message := publisher.socket.recv(MESSAGE):
                 answer = json.loads(message)
+                self._deaths = 0
                 publisher.orders.pop(answer["counter"], None)
                 self._answers.append(answer)
         except BlockingIOError:
@@ -105,12 +124,17 @@ class Handover:
         self._publishers.remove(publisher)
         publisher.socket.close()
         publisher.process.wait()
+        self._deaths += 1
+        self._pause_ends = time.monotonic() + min(_LONGEST_PAUSE, 0.05 * 2**self._deaths)
         for order in publisher.orders.values():
             order.tries += 1
             if order.tries < _TRIES:
                 self._unsent.append(order)
             else:
-                self._answers.append({"counter": order.counter, "error": "the publisher process died"})
+                self._fail(order)
+
+    def _fail(self, order: _Order, why: str = "the publisher process died") -> None:
+        self._answers.append({"counter": order.counter, "error": why})
 
     def _send(self) -> None:
         while self._unsent:
@@ -120,18 +144,26 @@ class Handover:
                 publisher.socket.send(order.message)
             except BlockingIOError:  # it has as much to do as it can remember
                 return
+            except _NoPublisher:
+                if self._deaths < _MOST_DEATHS:
+                    return
+                self._fail(self._unsent.popleft())  # the forward pass must not wait for what may never come
+                continue
             except ConnectionError:
                 assert publisher is not None
                 self._hear(publisher)
                 continue
             except OSError as error:  # no process to be had, or a message too long for a socket
-                self._unsent.popleft()
-                self._answers.append({"counter": order.counter, "error": error.strerror or str(error)})
+                self._fail(self._unsent.popleft(), error.strerror or str(error))
                 continue
             self._unsent.popleft()
             publisher.orders[order.counter] = order
 
     def _idlest(self) -> _Publisher:
-        if not self._publishers or (len(self._publishers) < self._most and all(p.orders for p in self._publishers)):
+        pausing = time.monotonic() < self._pause_ends
+        if not self._publishers and pausing:
+            raise _NoPublisher
+        busy = all(publisher.orders for publisher in self._publishers)
+        if busy and len(self._publishers) < self._most and not pausing:
             self.start()
         return min(self._publishers, key=lambda publisher: len(publisher.orders))

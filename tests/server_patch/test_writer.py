@@ -268,8 +268,10 @@ def test_a_publisher_that_is_killed_costs_nothing(disk: SlowDisk, made: Callable
         one.submit(filled(one), None)
     for _ in range(kills):
         ends = time.monotonic() + 10
-        while not list(one.identity.folder.glob(contract.PARTIAL_GLOB)) and time.monotonic() < ends:
+        while not (publishers(one) and list(one.identity.folder.glob(contract.PARTIAL_GLOB))):
+            assert time.monotonic() < ends
             time.sleep(0.01)
+            one.look()
         (process,) = publishers(one)
         os.kill(process, signal.SIGKILL)
         while process in publishers(one):
@@ -295,6 +297,31 @@ def test_an_order_that_kills_every_publisher_is_lost_and_said(disk: SlowDisk, ma
     one.submit(filled(one), None)
     assert one.stop(10)
     assert totals(one)["lost"] == {"the publisher process died": 1} and totals(one)["complete"] == 1
+
+
+def test_publishers_that_cannot_live_neither_hold_up_the_forward_pass_nor_end_the_capture(
+    tmp_path: Path, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They die as soon as they are started; later they can live again."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text("import os; os._exit(3)")
+    plain = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    one = made(queue_bytes=3 * PAGE)
+    began = time.monotonic()
+    for _ in range(40):
+        one.submit(filled(one), None)
+    until_written(one)
+    assert time.monotonic() - began < 20
+    assert one.totals.lost == {"the publisher process died": 40}
+    monkeypatch.setenv("PYTHONPATH", plain)
+    ends = time.monotonic() + 30
+    while not one.totals.complete and time.monotonic() < ends:
+        one.submit(filled(one), None)
+        until_written(one)
+        time.sleep(0.1)
+    assert one.totals.complete == 1
 
 
 def test_a_dump_that_was_published_before_its_publisher_died_is_not_written_again(made: Callable[..., Writer]) -> None:
@@ -430,6 +457,17 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     done.set()
     reader.join()
     assert not wrong and totals(one)["complete"] == 150
+
+
+def test_the_publisher_takes_nothing_from_the_servers_working_folder(
+    tmp_path: Path, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "hashlib", "eyas_capture"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not me')")
+    one = made()
+    one.submit(filled(one), None)
+    assert one.stop(20) and totals(one)["complete"] == 1
 
 
 def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
