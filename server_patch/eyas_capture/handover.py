@@ -60,9 +60,8 @@ class Handover:
         self._pause_ends = 0.0
 
     def order(self, order: dict[str, Any]) -> None:
-        """Have a dump written; one of the `answers` will have its counter."""
+        """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
         self._unsent.append(_Order(order["record"]["counter"], json.dumps(order).encode()))
-        self._send()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
@@ -123,7 +122,9 @@ class Handover:
         """A process that died: its orders are somebody else's. Nothing is lost, the rows are still there."""
         self._publishers.remove(publisher)
         publisher.socket.close()
-        publisher.process.wait()
+        publisher.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the disk's driver, where it will end
+            publisher.process.wait(1)
         self._deaths += 1
         self._pause_ends = time.monotonic() + min(_LONGEST_PAUSE, 0.05 * 2**self._deaths)
         for order in publisher.orders.values():

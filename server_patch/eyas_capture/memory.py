@@ -21,6 +21,7 @@ class Piece:
     offset: int
     bytes: torch.Tensor
     mapping: mmap.mmap
+    pinned: bool
 
 
 class SharedMemory:
@@ -53,10 +54,8 @@ class SharedMemory:
                 self._drop_one()
             offset, self._offsets = self._offsets, self._offsets + size
         mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
-        piece = Piece(offset, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
-        if self._pinned:
-            self._pin(piece)
-        return piece
+        rows = torch.frombuffer(mapping, dtype=torch.uint8)
+        return Piece(offset, rows, mapping, self._pinned and self._pin(rows))
 
     def put(self, piece: Piece) -> None:
         """Nobody reads or writes this piece any more."""
@@ -74,13 +73,14 @@ class SharedMemory:
         self._bytes -= piece.bytes.numel()
         self._drop(piece)
 
-    def _pin(self, piece: Piece) -> None:
-        status = torch.cuda.cudart().cudaHostRegister(piece.bytes.data_ptr(), piece.bytes.numel(), 0)
-        if int(status):  # copies are right without, only slower
-            logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", piece.bytes.numel(), int(status))
+    def _pin(self, rows: torch.Tensor) -> bool:
+        status = int(torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.numel(), 0))
+        if status:  # copies are right without, only slower
+            logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", rows.numel(), status)
             self._pinned = False
+        return not status
 
     def _drop(self, piece: Piece) -> None:
-        if self._pinned:
+        if piece.pinned:
             torch.cuda.cudart().cudaHostUnregister(piece.bytes.data_ptr())
         piece.mapping.madvise(mmap.MADV_REMOVE)

@@ -130,13 +130,13 @@ class Writer:
 
     def _order(self, dump: _Dump) -> None:
         assembly = dump.assembly
+        self._ordered[assembly.counter] = dump
         try:
             if not same_tokens(assembly):
                 dump.reason = contract.TOKENS_DIFFER
                 text = "the rows of request %s belong to other tokens than it sent"
                 self.tell(dump.reason, text, assembly.request_id)
             put_prompt(assembly)
-            self._ordered[assembly.counter] = dump
             record = _record(assembly, self.identity.writer_id, dump.reason)
             order = {"folder": os.fspath(self.identity.folder), "record": record, "memory": assembly.piece}
             self._handover.order(order | {"tensors": described(assembly)})
@@ -203,12 +203,12 @@ class Writer:
 
     def publish(self) -> None:
         """Rewrite writer.json. An unwritable folder is told in the log: it must not stop anything."""
-        with self._publishing:
-            with self._lock:
-                totals = self.totals.as_json()
+        with self._lock:
+            totals, snapshot = self.totals.as_json(), self._snapshot()
+        with self._publishing:  # never takes the other lock inside: who holds that one may come here
             try:
                 self.identity.publish(self.state, self.refused, totals)
-                self._published = self._snapshot()
+                self._published = snapshot
             except OSError as error:
                 self.tell("writer.json", "cannot write %s: %s", self.identity.folder / contract.WRITER_FILE, error)
 

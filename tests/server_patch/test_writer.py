@@ -376,6 +376,37 @@ def test_a_dump_whose_states_are_deleted_while_it_is_written_is_written_again(
     assert totals(one)["complete"] == 1 and whole(one.identity.folder / "req_0")
 
 
+def test_the_tick_and_the_forward_pass_never_wait_for_each_other_for_good(made: Callable[..., Writer]) -> None:
+    """The one rewrites writer.json while the other finds that the folder is gone and rewrites it too."""
+    one = made(queue_bytes=1 << 24)
+    over = threading.Event()
+
+    def rewrite() -> None:
+        while not over.is_set():
+            one.publish()
+
+    def delete() -> None:
+        while not over.is_set():
+            shutil.rmtree(one.identity.dump_dir, ignore_errors=True)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (rewrite, rewrite, delete)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        one.submit(filled(one), None)
+    until_written(one)
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    found = one.totals.as_json()
+    assert found["captured"] == 100 == found["complete"] + sum(found["lost"].values())
+    ends = time.monotonic() + 10
+    while totals(one) != one.totals.as_json() and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert totals(one) == one.totals.as_json()
+
+
 def test_no_thread_takes_the_interpreter_from_the_forward_pass(disk: SlowDisk, made: Callable[..., Writer]) -> None:
     before = set(threading.enumerate())
     disk.wait()
