@@ -102,7 +102,7 @@ class Capture:
             return result
         self._tried = True
         hidden, aux = result if isinstance(result, tuple) else (result, None)
-        if self._writer is not None and self._writer.state == contract.CAPTURING:
+        if self._writer is not None and self._writer.state == contract.CAPTURING and not self._writer.ending:
             input_ids = args[0] if args else kwargs.get("input_ids")
             # A multimodal wrapper passes embeddings and no ids; the batch still has them.
             input_ids = forward_batch.input_ids if input_ids is None else input_ids
@@ -198,12 +198,19 @@ class Capture:
         nbytes = self._copier.bytes_for(len(tokens), count, named)
         assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
         room = self._writer.reserve(nbytes)
-        assembly.use(self._copier.buffers(len(tokens), count if room else 0, named, contract.INPUT_IDS))
+        assembly.nbytes = nbytes if room else 0
+        try:
+            if not room and self._writer.crowded:
+                raise OSError(contract.QUEUE_FULL)
+            assembly.use(self._copier.buffers(len(tokens), count if room else 0, named, contract.INPUT_IDS))
+        except OSError as error:
+            self._writer.lose(assembly, error.strerror or str(error))
+            self._done.add(request)
+            return None
         if not room:
             self._writer.submit(assembly, contract.QUEUE_FULL)
             self._done.add(request)
             return None
-        assembly.nbytes = nbytes
         self._open[request] = assembly
         self._orphans[assembly.counter] = assembly
         return assembly
@@ -254,8 +261,11 @@ class Capture:
         if self._writer is not None:
             self._writer.state = contract.BROKEN
             self._writer.refused = [why]
-            self.close_all(contract.CAPTURE_FAILED)
-            self._writer.publish()
+            try:
+                self.close_all(contract.CAPTURE_FAILED)
+                self._writer.publish()
+            except Exception:  # the trouble may be the writer's own
+                logger.exception("eyas: what was under way is lost")
 
     def _close(self, request: Any, assembly: Assembly, reason: str | None) -> None:
         del self._open[request]

@@ -21,6 +21,7 @@ sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from eyas_capture.publisher import main
 main(int(sys.argv[2]))
 """
+_DIED = "the publisher process died"
 _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
 _LONGEST_PAUSE = 5.0  # seconds before another process is started
@@ -58,6 +59,8 @@ class Handover:
         self._answers: list[dict[str, Any]] = []
         self._deaths = 0  # since the last answer
         self._pause_ends = 0.0
+        self._trouble = _DIED
+        self._closed = False
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
@@ -80,7 +83,7 @@ class Handover:
         return answers
 
     def start(self) -> None:
-        """Start one process more. Raises OSError."""
+        """Start one process more. Raises OSError, and what else a broken environment makes Python raise."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(self._memory)]
@@ -95,6 +98,7 @@ class Handover:
 
     def close(self, timeout_s: float) -> None:
         """Let the processes end after what they have."""
+        self._closed = True
         publishers, self._publishers = self._publishers, []
         for publisher in publishers:
             with contextlib.suppress(OSError):
@@ -106,16 +110,19 @@ class Handover:
             publisher.socket.close()
 
     def _hear(self, publisher: _Publisher) -> None:
-        try:
-            while message := publisher.socket.recv(MESSAGE):
-                answer = json.loads(message)
-                self._deaths = 0
-                publisher.orders.pop(answer["counter"], None)
+        while True:
+            try:
+                message = publisher.socket.recv(MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it died with orders unread: said once, and before the answers that remain
+                continue
+            if not message:
+                break
+            answer = json.loads(message)
+            self._deaths = 0
+            if publisher.orders.pop(answer["counter"], None) is not None:
                 self._answers.append(answer)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            pass
         self._bury(publisher)
 
     def _bury(self, publisher: _Publisher) -> None:
@@ -125,16 +132,19 @@ class Handover:
         publisher.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the disk's driver, where it will end
             publisher.process.wait(1)
-        self._deaths += 1
-        self._pause_ends = time.monotonic() + min(_LONGEST_PAUSE, 0.05 * 2**self._deaths)
-        for order in publisher.orders.values():
-            order.tries += 1
+        self._pause()
+        for number, order in enumerate(publisher.orders.values()):
+            order.tries += number == 0  # the others were only waiting
             if order.tries < _TRIES:
                 self._unsent.append(order)
             else:
                 self._fail(order)
 
-    def _fail(self, order: _Order, why: str = "the publisher process died") -> None:
+    def _pause(self) -> None:
+        self._deaths += 1
+        self._pause_ends = time.monotonic() + min(_LONGEST_PAUSE, 0.05 * 2**self._deaths)
+
+    def _fail(self, order: _Order, why: str = _DIED) -> None:
         self._answers.append({"counter": order.counter, "error": why})
 
     def _send(self) -> None:
@@ -145,26 +155,29 @@ class Handover:
                 publisher.socket.send(order.message)
             except BlockingIOError:  # it has as much to do as it can remember
                 return
-            except _NoPublisher:
-                if self._deaths < _MOST_DEATHS:
-                    return
-                self._fail(self._unsent.popleft())  # the forward pass must not wait for what may never come
-                continue
             except ConnectionError:
                 assert publisher is not None
                 self._hear(publisher)
                 continue
-            except OSError as error:  # no process to be had, or a message too long for a socket
+            except _NoPublisher as error:
+                if self._deaths < _MOST_DEATHS:
+                    return
+                self._fail(self._unsent.popleft(), str(error))  # the forward pass must not wait for what may never come
+                continue
+            except OSError as error:  # a message too long for a socket
                 self._fail(self._unsent.popleft(), error.strerror or str(error))
                 continue
             self._unsent.popleft()
             publisher.orders[order.counter] = order
 
     def _idlest(self) -> _Publisher:
-        pausing = time.monotonic() < self._pause_ends
-        if not self._publishers and pausing:
-            raise _NoPublisher
         busy = all(publisher.orders for publisher in self._publishers)
-        if busy and len(self._publishers) < self._most and not pausing:
-            self.start()
+        if busy and len(self._publishers) < self._most and time.monotonic() >= self._pause_ends and not self._closed:
+            try:
+                self.start()
+            except Exception as error:  # no processes, descriptors or memory to be had, or no Python
+                self._pause()
+                self._trouble = f"cannot start the publisher process: {error}"
+        if not self._publishers:
+            raise _NoPublisher(self._trouble)
         return min(self._publishers, key=lambda publisher: len(publisher.orders))

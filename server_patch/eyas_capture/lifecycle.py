@@ -120,8 +120,7 @@ class Lifecycle:
                 self._dump_dir.mkdir(parents=True, exist_ok=True)
                 sweep_partials(self._dump_dir)
             identity = Identity(self._dump_dir, server.dp_rank, facts)
-            waits, pinned = self._settings.when_full == BLOCK, device.type == "cuda"
-            self._writer = Writer(identity, self._settings.queue_bytes, waits, pinned)
+            self._writer = Writer(identity, self._settings.queue_bytes, self._settings.when_full == BLOCK, device)
         self._capture = Capture(layers, self._settings.mode, self._writer, device)
         _wrap_forward(layers.inner, self._capture.forward)
         if self._writer is not None:
@@ -166,6 +165,7 @@ class Lifecycle:
     def _end(self, deadline_s: float) -> None:
         if self._capture is None or self._writer is None:
             return
+        self._writer.ending = True  # a forward pass that waits for the disk must not hold up the end
         self._capture.close_all(contract.SERVER_STOPPED)
         if not self._writer.stop(deadline_s):
             logger.error("eyas: the disk was too slow: dumps still queued after %.0f s are lost", deadline_s)

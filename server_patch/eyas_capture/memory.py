@@ -1,5 +1,6 @@
 """Host memory that the publisher processes see too: they are told where, and nothing is copied."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -11,6 +12,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_MOST_KEPT = 512  # pieces: each is a descriptor
 _SPACE = 1 << 60  # bytes of addresses; only what is in use takes memory
 
 
@@ -31,13 +33,14 @@ class SharedMemory:
     the process: together more than copying the rows.
     """
 
-    def __init__(self, kept_bytes: int = 0, pinned: bool = False) -> None:
-        """`kept_bytes` at most are kept while nobody uses them. `pinned` lets a GPU copy without the processor."""
+    def __init__(self, kept_bytes: int = 0, device: torch.device | None = None) -> None:
+        """`kept_bytes` at most are kept while nobody uses them. For a GPU `device` they are pinned."""
         self.descriptor = os.memfd_create("eyas-rows")
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, _SPACE)
         self._kept_bytes = kept_bytes
-        self._pinned = pinned
+        self._device = device
+        self._pinned = device is not None and device.type == "cuda"
         self._offsets = 0
         self._lock = threading.Lock()
         self._free: dict[int, list[Piece]] = {}
@@ -61,7 +64,7 @@ class SharedMemory:
         """Nobody reads or writes this piece any more."""
         size = piece.bytes.numel()
         with self._lock:
-            if self._bytes + size <= self._kept_bytes:
+            if self._bytes + size <= self._kept_bytes and sum(map(len, self._free.values())) < _MOST_KEPT:
                 self._bytes += size
                 self._free.setdefault(size, []).append(piece)
                 return
@@ -78,9 +81,14 @@ class SharedMemory:
         if status:  # copies are right without, only slower
             logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", rows.numel(), status)
             self._pinned = False
+            with contextlib.suppress(
+                RuntimeError
+            ):  # CUDA remembers the error, and tells whoever asks next: be that one
+                torch.zeros(1, device=self._device)
         return not status
 
     def _drop(self, piece: Piece) -> None:
         if piece.pinned:
             torch.cuda.cudart().cudaHostUnregister(piece.bytes.data_ptr())
-        piece.mapping.madvise(mmap.MADV_REMOVE)
+        with contextlib.suppress(OSError):  # locked memory: it goes with the process
+            piece.mapping.madvise(mmap.MADV_REMOVE)

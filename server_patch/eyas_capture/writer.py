@@ -7,12 +7,15 @@ takes part: each time one wakes up, it takes Python's interpreter lock from the 
 import json
 import logging
 import os
+import resource
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from eyas_capture import contract
 from eyas_capture.handover import Handover
@@ -27,7 +30,7 @@ logger = logging.getLogger(__name__)
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
 MOST_PROCESSES = 4  # some hash while others wait for the disk
 _KEPT_BYTES = 256 << 20  # of host memory kept for reuse, however long the queue may be
-_MOST_WAITING = 16_384  # dumps: a process may have 65,530 pieces of memory
+_MOST_WAITING = 16_384  # dumps: each is a piece of memory, of which a process may have 65,530, and a descriptor
 _TICK = 0.1  # seconds between looks at what was written while no forward pass ran
 _SLOW_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _TRIES = 3  # at a dump whose folder is deleted again and again
@@ -54,30 +57,37 @@ class _Dump:
 class Writer:
     """Publishes dumps of one writing process, and keeps its writer.json true."""
 
-    def __init__(self, identity: Identity, queue_bytes: int, wait_when_full: bool, pinned: bool = False) -> None:
-        """`pinned` when rows come from a GPU."""
+    def __init__(
+        self, identity: Identity, queue_bytes: int, wait_when_full: bool, device: torch.device | None = None
+    ) -> None:
+        """`device` is where rows come from; None is the CPU."""
         self.identity = identity
         self.totals = Totals()
         self.state = contract.CAPTURING
         self.refused: list[str] = []
         self.queue_bytes = queue_bytes
-        self.memory = SharedMemory(min(_KEPT_BYTES, queue_bytes // 4), pinned)
+        self.memory = SharedMemory(min(_KEPT_BYTES, queue_bytes // 4), device)
+        self.ending = False  # no more rows are taken
+        self._device = device
+        self._most_waiting = min(_MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._wait_when_full = wait_when_full
         self._lock = threading.RLock()  # the forward thread, the tick and the end
         self._handover = Handover(self.memory.descriptor, process_count())
         self._copied: deque[_Dump] = deque()  # submitted, their last rows perhaps still on the way from the GPU
         self._ordered: dict[int, _Dump] = {}  # by counter: with a publisher
+        self._stopping = threading.Lock()
         self._stopped = threading.Event()
         self._told: dict[str, float] = {}
         self._published: tuple[Any, ...] = ()
         self._publishing = threading.Lock()
+        self._edition = self._newest_edition = 0  # of writer.json
 
     def start(self, on_tick: Callable[[], None]) -> None:
         """Publish writer.json and begin; `on_tick` runs about once a second in a thread of the writer's."""
         self.publish()
         try:
             self._handover.start()
-        except OSError as error:  # tried again with each dump
+        except Exception as error:  # tried again with each dump
             self.tell("publisher", "cannot start the publisher process: %s", error)
         threading.Thread(target=self._tick_loop, args=(on_tick,), name="eyas-tick", daemon=True).start()
 
@@ -98,7 +108,7 @@ class Writer:
         self.look()
         if self._full(nbytes) and self._wait_when_full:
             started = time.monotonic()
-            while self._full(nbytes) and time.monotonic() - started < LONGEST_BLOCK:
+            while self._full(nbytes) and not self.ending and time.monotonic() - started < LONGEST_BLOCK:
                 self._handover.wait(_TICK)
                 self.look()
             with self._lock:
@@ -111,8 +121,29 @@ class Writer:
             return True
 
     def _full(self, nbytes: int) -> bool:
-        waiting = len(self._copied) + len(self._ordered)
-        return waiting > 0 and (self.totals.queue_bytes + nbytes > self.queue_bytes or waiting >= _MOST_WAITING)
+        return self._waiting > 0 and (self.totals.queue_bytes + nbytes > self.queue_bytes or self.crowded)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._copied) + len(self._ordered)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many dumps wait that there is not even a place for one without rows."""
+        return self._waiting >= self._most_waiting
+
+    def lose(self, assembly: Assembly, why: str) -> None:
+        """Count a dump that will not be written, whatever became of it, and give back what it held."""
+        with self._lock:
+            self.totals.lost[why] += 1
+            self._free(assembly)
+        self.tell(why, "lost dump %d of request %s: %s", assembly.counter, assembly.request_id, why)
+
+    def _free(self, assembly: Assembly) -> None:
+        self.totals.queue_bytes -= assembly.nbytes
+        assembly.rows, assembly.ids, assembly.sent = {}, None, None
+        if assembly.release is not None:
+            assembly.release()
 
     def submit(self, assembly: Assembly, reason: str | None) -> None:
         """Hand a dump over for writing; `reason` None means complete. Its reservation ends when it is written."""
@@ -125,8 +156,11 @@ class Writer:
         with self._lock:
             while self._copied and self._copied[0].landed():
                 self._order(self._copied.popleft())
-            for answer in self._handover.answers():
-                self._answered(answer)
+            gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
+            if gone and not os.path.exists(self.identity.folder / contract.WRITER_FILE):
+                self.publish()  # the folder comes back with the file that says whose it is
+            for dump in gone:
+                self._order(dump)
 
     def _order(self, dump: _Dump) -> None:
         assembly = dump.assembly
@@ -142,32 +176,25 @@ class Writer:
             self._handover.order(order | {"tensors": described(assembly)})
         except Exception as error:  # a defect of ours must cost this dump, and neither the server nor later dumps
             logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
-            self._answered({"counter": assembly.counter, "error": type(error).__name__})
+            del self._ordered[assembly.counter]
+            self.lose(assembly, type(error).__name__)
 
-    def _answered(self, answer: dict[str, Any]) -> None:
+    def _answered(self, answer: dict[str, Any]) -> _Dump | None:
+        """Close the books on a dump; returns it when it has to be ordered again."""
         dump = self._ordered.pop(answer["counter"])
-        assembly = dump.assembly
-        if "gone" in answer:
-            dump.tries += 1
-            if dump.tries < _TRIES:
-                self.publish()  # the folder comes back with the file that says whose it is
-                self._order(dump)
-                return
-            answer["error"] = "the folder was deleted"
-        if "error" in answer:
-            why = answer["error"]
-            self.totals.lost[why] += 1
-            self.tell(why, "lost dump %d of request %s: %s", assembly.counter, assembly.request_id, why)
+        dump.tries += 1
+        if "gone" in answer and dump.tries < _TRIES:
+            return dump
+        if "bytes" not in answer:
+            self.lose(dump.assembly, answer.get("error", "the folder was deleted"))
+            return None
+        self.totals.bytes += answer["bytes"]
+        if dump.reason is None:
+            self.totals.complete += 1
         else:
-            self.totals.bytes += answer["bytes"]
-            if dump.reason is None:
-                self.totals.complete += 1
-            else:
-                self.totals.incomplete[dump.reason] += 1
-        assembly.rows, assembly.ids, assembly.sent = {}, None, None
-        if assembly.release is not None:
-            assembly.release()
-        self.totals.queue_bytes -= assembly.nbytes
+            self.totals.incomplete[dump.reason] += 1
+        self._free(dump.assembly)
+        return None
 
     def unseen_pass(self) -> None:
         """Count a prefill that should have been captured and went past the hooks."""
@@ -185,27 +212,33 @@ class Writer:
 
     def stop(self, deadline_s: float) -> bool:
         """Write what is queued and publish the last writer.json; False when the time was not enough."""
-        if self._stopped.is_set():
-            return True
-        ends = time.monotonic() + deadline_s
-        self.look()
-        while (self._copied or self._ordered) and time.monotonic() < ends:
-            self._handover.wait(_TICK)
+        self.ending = True
+        with self._stopping:
+            if self._stopped.is_set():
+                return True
+            ends = time.monotonic() + deadline_s
             self.look()
-        drained = not self._copied and not self._ordered
-        self._stopped.set()
-        if self.state == contract.CAPTURING:
-            self.state = contract.STOPPED
-        self.publish()
-        with self._lock:
-            self._handover.close(max(0.0, ends - time.monotonic()))
-        return drained
+            while self._waiting and time.monotonic() < ends:
+                self._handover.wait(_TICK)
+                self.look()
+            drained = not self._waiting
+            if self.state == contract.CAPTURING:
+                self.state = contract.STOPPED
+            self.publish()
+            with self._lock:
+                self._handover.close(max(0.0, ends - time.monotonic()))
+            self._stopped.set()
+            return drained
 
     def publish(self) -> None:
         """Rewrite writer.json. An unwritable folder is told in the log: it must not stop anything."""
         with self._lock:
-            totals, snapshot = self.totals.as_json(), self._snapshot()
+            self._edition += 1
+            edition, totals, snapshot = self._edition, self.totals.as_json(), self._snapshot()
         with self._publishing:  # never takes the other lock inside: who holds that one may come here
+            if edition < self._newest_edition:
+                return
+            self._newest_edition = edition
             try:
                 self.identity.publish(self.state, self.refused, totals)
                 self._published = snapshot
@@ -218,17 +251,22 @@ class Writer:
     # ---- between passes
 
     def _tick_loop(self, on_tick: Callable[[], None]) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
         slow = 0.0
         while not self._stopped.wait(_TICK):
-            if self._copied or self._ordered:
-                self.look()
-            if time.monotonic() - slow < _SLOW_TICK:
-                continue
-            slow = time.monotonic()
-            on_tick()
-            gone = not (self.identity.folder / contract.WRITER_FILE).exists()
-            if gone or self._snapshot() != self._published:
-                self.publish()
+            try:
+                if self._waiting:
+                    self.look()
+                if time.monotonic() - slow < _SLOW_TICK:
+                    continue
+                slow = time.monotonic()
+                on_tick()
+                gone = not os.path.exists(self.identity.folder / contract.WRITER_FILE)
+                if gone or self._snapshot() != self._published:
+                    self.publish()
+            except Exception as error:  # the next second is another try
+                self.tell("tick", "%s: %s", type(error).__name__, error)
 
 
 def _record(assembly: Assembly, writer_id: str, reason: str | None) -> dict[str, Any]:

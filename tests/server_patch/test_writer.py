@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from eyas_capture import contract, identity, publisher, writer
+from eyas_capture.handover import Handover, _Order
 from eyas_capture.identity import Identity, process_start_time, sweep_partials
 from eyas_capture.rows import RowCopier
 from eyas_capture.spans import Assembly
@@ -204,6 +206,7 @@ def test_very_many_small_dumps_are_a_full_queue_too(
     disk.wait()
     monkeypatch.setattr(writer, "_MOST_WAITING", 3)
     one = made(wait=False)
+    assert not one.crowded
     for _ in range(3):
         one.submit(filled(one), None)
     assert not one.reserve(PAGE)
@@ -337,6 +340,72 @@ def test_a_dump_that_was_published_before_its_publisher_died_is_not_written_agai
     assert one.totals.bytes == 2 * before.st_size and one.totals.lost.total() == 0
 
 
+def test_an_order_that_kills_its_publishers_costs_none_of_those_behind_it(
+    disk: SlowDisk, made: Callable[..., Writer]
+) -> None:
+    disk.wait()
+    one = made()
+    for _ in range(20):
+        one.submit(filled(one), None)
+    ends = time.monotonic() + 30
+    while not one.totals.lost.total() and time.monotonic() < ends:
+        for process in publishers(one):
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+        one.look()
+    disk.go_on()
+    assert one.stop(20)
+    assert totals(one)["lost"] == {"the publisher process died": 1} and totals(one)["complete"] == 19
+
+
+def test_answers_that_a_publisher_gave_before_it_died_count(tmp_path: Path) -> None:
+    """Orders it had not read make the first look at its socket fail, and the answers come after that."""
+    handover = Handover(os.memfd_create("rows"), 1)
+    handover.start()
+    (dead,) = handover._publishers
+    dead.process.kill()
+    dead.socket.close()
+    dead.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dead.socket.setblocking(False)
+    dead.orders = {number: _Order(number, b"{}") for number in range(3)}
+    dead.socket.send(b"unread")
+    theirs.send(json.dumps({"counter": 0, "bytes": 8}).encode())
+    theirs.close()
+    assert handover.answers() == [{"counter": 0, "bytes": 8}]
+    assert [order.counter for order in handover._unsent] == [1, 2]
+    handover.close(0)
+
+
+def test_without_a_process_to_be_had_dumps_are_lost_and_nobody_waits(
+    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    one = made(queue_bytes=3 * PAGE)
+    began = time.monotonic()
+    for _ in range(20):
+        one.submit(filled(one), None)
+    until_written(one)
+    assert time.monotonic() - began < 20 and one.totals.lost.total() == 20
+    assert "cannot start the publisher process" in "".join(one.totals.lost)
+
+
+def test_a_forward_pass_that_waits_for_the_disk_does_not_hold_up_the_end(
+    disk: SlowDisk, made: Callable[..., Writer]
+) -> None:
+    disk.wait()
+    one = made(queue_bytes=PAGE)
+    one.submit(filled(one), None)
+    reserved: list[bool] = []
+    forward = threading.Thread(target=lambda: reserved.append(one.reserve(PAGE)))
+    forward.start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert not one.stop(0.5)
+    forward.join(5)
+    assert reserved == [False] and time.monotonic() - began < 5
+    disk.go_on()
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -401,10 +470,7 @@ def test_the_tick_and_the_forward_pass_never_wait_for_each_other_for_good(made: 
     assert not any(thread.is_alive() for thread in threads)
     found = one.totals.as_json()
     assert found["captured"] == 100 == found["complete"] + sum(found["lost"].values())
-    ends = time.monotonic() + 10
-    while totals(one) != one.totals.as_json() and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert totals(one) == one.totals.as_json()
+    assert one.stop(10) and totals(one) == one.totals.as_json()
 
 
 def test_no_thread_takes_the_interpreter_from_the_forward_pass(disk: SlowDisk, made: Callable[..., Writer]) -> None:
