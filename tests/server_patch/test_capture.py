@@ -1,9 +1,7 @@
 """Whose rows a pass computes, over every kind of batch: random batches against a model that is easy to check."""
 
-import errno
 import gc
 import json
-import os
 import random
 import weakref
 from array import array
@@ -21,9 +19,7 @@ from eyas_capture.capture import Capture
 from eyas_capture.identity import Identity
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.writer import Writer
-from tests.server_patch.slow_disk import SlowDisk
 from tests.server_patch.test_layers import Llama
-from tests.server_patch.test_writer import until_written
 
 H = 4
 AFTER_BLOCK = (1, 3)
@@ -261,51 +257,6 @@ def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:
     bench.run([(theirs, 0, 6), (ours, 0, 7), (Request("more", 3), 0, 3)])
     bench.run([(Request("alone", 5), 0, 5)])
     assert bench.end().keys() == {ours.rid}
-
-
-def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
-    disk.wait()
-    bench = Bench(tmp_path / "dumps", queue_bytes=20_000)
-    for name in ("fits", "skipped"):
-        bench.run([(Request(name, 150), 0, 150)])
-    disk.go_on()
-    until_written(bench.writer)
-    bench.run([(Request("later", 150), 0, 150)])
-    records = bench.end()
-    assert records["skipped"]["incomplete_reason"] == contract.QUEUE_FULL and records["skipped"]["spans"] == []
-    assert records["fits"]["complete"] and records["later"]["complete"]
-    assert bench.totals["queue_peak_bytes"] <= 20_000 and bench.totals["queue_bytes"] == 0
-
-
-def test_a_prefill_without_memory_to_be_had_is_answered_and_counted_as_lost(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take(size: int) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.writer.memory, "take", take)
-        bench.run([(Request("fits", 5), 0, 5), (Request("neither", 6), 0, 6)])
-    bench.run([(Request("later", 50), 0, 50)])
-    assert bench.end().keys() == {"later"}
-    assert bench.totals["lost"] == {os.strerror(errno.EMFILE): 2}
-    assert bench.totals["queue_bytes"] == 0 and bench.totals["pending"] == 0
-
-
-def test_a_queue_of_very_many_dumps_takes_none_without_rows_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
-    disk.wait()
-    bench = Bench(tmp_path / "dumps", queue_bytes=1 << 20)
-    bench.writer._most_waiting = 2
-    for number in range(5):
-        bench.run([(Request(f"r{number}", 4), 0, 4)])
-    disk.go_on()
-    assert bench.end().keys() == {"r0", "r1"} and bench.totals["lost"] == {contract.QUEUE_FULL: 3}
 
 
 def test_health_probes_are_never_captured(bench: Bench) -> None:
