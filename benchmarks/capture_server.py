@@ -68,7 +68,7 @@ class Served:
         total = 0.0
         for process in psutil.Process(lifeline).children(recursive=True):
             scheduler = process.name().startswith("sglang::schedul")  # the kernel keeps 15 letters
-            if scheduler or "eyas_capture.publisher" in " ".join(process.cmdline()):
+            if scheduler or is_publisher(process):
                 times = process.cpu_times()
                 total += times.user + times.system
         return total
@@ -107,6 +107,11 @@ class Served:
             if time.monotonic() > ends:
                 raise TimeoutError(f"totals stay at {totals}, expected {least}")
             time.sleep(0.1)
+
+
+def is_publisher(process: psutil.Process) -> bool:
+    """Whether this process writes a server's dumps."""
+    return "eyas_capture.publisher" in " ".join(process.cmdline())
 
 
 @contextmanager

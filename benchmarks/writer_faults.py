@@ -4,12 +4,11 @@
 
 While a reader verifies every dump it can see, again and again: kill -9 in the middle of a write (of the scheduler, of
 it and its publisher, of the publisher alone), a full disk, a disk that turns read-only, the folder deleted again and
-again, and aborted requests. Full and read-only disks are a small
-tmpfs, which only root may mount; without that right they are left out and named in `skipped`. The last line is one JSON
-object: `faults` tried, `torn_dumps_read` and their names in `torn`, `server_deaths` (the kills we did ourselves do not
-count), `unanswered` requests, and `partials_left_by_kills`: half-written dumps that the kills left behind, under names
-no reader takes. While the folder is being deleted, a dump of which one file is gone already is looked at again later:
-it is torn when it stays.
+again, and aborted requests. Full and read-only disks are a small tmpfs, which only root may mount; without that right
+they are left out and named in `skipped`. The last line is one JSON object: `faults` tried, `torn_dumps_read` and their
+names in `torn`, `server_deaths` (the kills we did ourselves do not count), `unanswered` requests, and
+`partials_left_by_kills`: half-written dumps that the kills left behind, under names no reader takes. While the folder
+is being deleted, a dump of which one file is gone already is looked at again later: it is torn when it stays.
 """
 
 import argparse
@@ -29,12 +28,11 @@ from pathlib import Path
 
 import httpx
 import psutil
-import torch
-from safetensors.torch import load_file
 
-from benchmarks.capture_server import Served, capture_server, prompt
+from benchmarks.capture_server import Served, capture_server, is_publisher, prompt
 from eyas_capture import contract
 from eyas_capture.identity import process_start_time
+from tests.server_patch.writers import whole
 from tests.tiny_models import make_tiny
 
 DISK_MIB = 3
@@ -89,17 +87,6 @@ class Reader:
         self.look()
 
 
-def whole(path: Path) -> bool:
-    """Whether every tensor has the checksum its record gives."""
-    record = json.loads((path / contract.RECORD_FILE).read_text())
-    tensors = load_file(path / contract.STATES_FILE)
-    found = {
-        name: contract.tensor_checksum(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        for name, tensor in tensors.items()
-    }
-    return bool(found == record["checksums"])
-
-
 def burst(served: Served, name: str, seed: int, length: int = 100) -> int:
     """Prefill a burst; the number of requests that were not answered."""
     prompts = {f"{name}-{n}": prompt(length + n, seed + n) for n in range(BURST)}
@@ -116,8 +103,7 @@ def burst(served: Served, name: str, seed: int, length: int = 100) -> int:
 
 def publishers(scheduler: int) -> list[int]:
     """The processes that write a scheduler's dumps."""
-    children = psutil.Process(scheduler).children(recursive=True)
-    return [child.pid for child in children if "eyas_capture.publisher" in " ".join(child.cmdline())]
+    return [child.pid for child in psutil.Process(scheduler).children(recursive=True) if is_publisher(child)]
 
 
 def killed(model: Path, work: Path, dump_dir: Path, both: bool) -> int:

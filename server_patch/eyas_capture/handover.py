@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas_capture.publisher import MESSAGE
-
 _ROOT = Path(__file__).parents[1]
 # Not from the server's working folder, where anything may lie that is called like a module.
 _PROGRAM = """import sys
@@ -21,6 +19,7 @@ sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from eyas_capture.publisher import main
 main(int(sys.argv[2]))
 """
+_ANSWER = 64 << 10  # bytes of one at most: the forward pass makes room for it at every look, so not more than that
 _DIED = "the publisher process died"
 _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
@@ -112,7 +111,7 @@ class Handover:
     def _hear(self, publisher: _Publisher) -> None:
         while True:
             try:
-                message = publisher.socket.recv(MESSAGE)
+                message = publisher.socket.recv(_ANSWER)
             except BlockingIOError:
                 return
             except ConnectionError:  # it died with orders unread: said once, and before the answers that remain

@@ -81,9 +81,8 @@ class SharedMemory:
         if status:  # copies are right without, only slower
             logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", rows.numel(), status)
             self._pinned = False
-            with contextlib.suppress(
-                RuntimeError
-            ):  # CUDA remembers the error, and tells whoever asks next: be that one
+            # CUDA remembers the error, and tells whoever asks next: be that one.
+            with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
         return not status
 

@@ -12,7 +12,7 @@ keeps messages whole. Each message is JSON:
     out   {"counter", "bytes": of the file} | {"counter", "gone": true}: somebody deleted the folder
            | {"counter", "error": why}
 
-It ends with the socket. When the scheduler is killed, what was ordered before is still published.
+It ends with the socket. When the scheduler is killed, what this process has been sent is still published.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import Any
 
 from eyas_capture import contract
 
-MESSAGE = 1 << 20  # bytes of a message at most; sockets take less
+_ORDER = 1 << 20  # bytes of one at most; sockets take less
 NICER = 10  # than the server: on a shared core, serving comes first, and publishing still gets a tenth
 _LOOK = 5.0  # seconds between looks whether the scheduler is still there: a process it forked may hold the socket open
 # File systems with large folios (XFS, ext4 since Linux 6.16) look for as much memory in one piece as a call writes, and
@@ -144,7 +144,7 @@ def main(memory: int) -> None:
             if os.getppid() != parent:
                 return
         try:
-            message = os.read(socket, MESSAGE)
+            message = os.read(socket, _ORDER)
         except ConnectionError:  # it ended with an answer of ours unread: said once, and before the orders that remain
             continue
         if not message:

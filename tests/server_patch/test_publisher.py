@@ -47,16 +47,20 @@ def test_a_publisher_that_is_killed_costs_nothing(disk: SlowDisk, made: Callable
     assert sorted(p.name for p in one.identity.folder.glob("*req*")) == [f"req_{n}" for n in range(5)]
 
 
-def test_an_order_that_kills_every_publisher_is_lost_and_said(disk: SlowDisk, made: Callable[..., Writer]) -> None:
-    disk.wait()
-    one = made()
-    one.submit(filled(one), None)
+def kill_publishers_until_a_dump_is_lost(one: Writer) -> None:
     ends = time.monotonic() + 30
-    while one._ordered and time.monotonic() < ends:
+    while not one.totals.lost.total() and time.monotonic() < ends:
         for process in publishers(one):
             os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
         one.look()
+
+
+def test_an_order_that_kills_every_publisher_is_lost_and_said(disk: SlowDisk, made: Callable[..., Writer]) -> None:
+    disk.wait()
+    one = made()
+    one.submit(filled(one), None)
+    kill_publishers_until_a_dump_is_lost(one)
     disk.go_on()
     one.submit(filled(one), None)
     assert one.stop(10)
@@ -108,18 +112,13 @@ def test_an_order_that_kills_its_publishers_costs_none_of_those_behind_it(
     one = made()
     for _ in range(20):
         one.submit(filled(one), None)
-    ends = time.monotonic() + 30
-    while not one.totals.lost.total() and time.monotonic() < ends:
-        for process in publishers(one):
-            os.kill(process, signal.SIGKILL)
-        time.sleep(0.05)
-        one.look()
+    kill_publishers_until_a_dump_is_lost(one)
     disk.go_on()
     assert one.stop(20)
     assert totals(one)["lost"] == {"the publisher process died": 1} and totals(one)["complete"] == 19
 
 
-def test_answers_that_a_publisher_gave_before_it_died_count(tmp_path: Path) -> None:
+def test_answers_that_a_publisher_gave_before_it_died_count() -> None:
     """Orders it had not read make the first look at its socket fail, and the answers come after that."""
     handover = Handover(os.memfd_create("rows"), 1)
     handover.start()
@@ -243,7 +242,7 @@ def test_a_dump_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assembly = filled(one, 10, ((2, 4), (7, 9)))
     rows = assembly.rows[contract.FINAL].clone()
     put_prompt(assembly)
-    data = memoryview(assembly.sent.untyped_storage().tolist() and bytes(assembly.sent.untyped_storage()))
+    data = memoryview(bytes(assembly.sent.untyped_storage()))
     with open(tmp_path / "states", "wb") as file, monkeypatch.context() as patch:
         patch.setattr(publisher.os, "write", short)
         nbytes, checksums = publisher.write_states(file.fileno(), described(assembly), data)

@@ -1,4 +1,4 @@
-"""The queue, the threads, and what a reader can ever see of a dump."""
+"""The queue, its end, and what a reader can ever see of a dump."""
 
 import errno
 import json
