@@ -32,7 +32,7 @@ import torch
 from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
-from eyas_capture.rows import RowCopier
+from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.spans import Assembly
 from eyas_capture.writer import Writer, process_count
 from infra.demo import DEFAULT_OUT
@@ -178,19 +178,19 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
 
     def writer(folder: Path) -> None:
         one = Writer(Identity(folder, None, {}), 1 << 30, wait_when_full=True)
-        copier, like = RowCopier(source.device, one.memory), dict.fromkeys(names, source)
+        copier, layout = RowCopier(source.device, one.memory), Layout.of(dict.fromkeys(names, source))
         one.start(lambda: None)
         for _ in range(dumps):
-            taken = copier.bytes_for(rows, rows, like)
+            taken = copier.bytes_for(rows, rows, layout)
             assembly = Assembly(one.next_counter(), "r", array("q", range(rows)), base=0, nbytes=taken)
             one.reserve(taken)
-            buffers = copier.buffers(rows, rows, like, contract.INPUT_IDS)
+            assembly.buffers = buffers = copier.buffers(assembly.tokens, rows, layout)
             buffers.ids.copy_(torch.arange(rows))
             for copied in buffers.rows.values():
                 copied.copy_(source)
-            assembly.use(buffers)
             assembly.take(0, rows)
             one.submit(assembly, None)
+            one.look()
         one.stop(600)
 
     rates: dict[str, list[float]] = {"disk": [], "writer": []}

@@ -18,7 +18,7 @@ import torch
 from eyas_capture import contract
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.refusals import Drift
-from eyas_capture.rows import RowCopier
+from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.settings import OPTED_IN
 from eyas_capture.spans import Assembly
 from eyas_capture.writer import Writer
@@ -160,19 +160,23 @@ class Capture:
             raise Drift(f"a pass over {input_ids.shape[0]} tokens gave {hidden.shape[0]} rows")
         named = {contract.block_tensor(block): rows for block, rows in zip(self._layers.after_block, aux, strict=True)}
         named[contract.FINAL] = hidden
+        assert self._writer is not None and self._copier is not None
+        layout = Layout.of(named)
         with self._lock:
             kept = []
             for chunk in chunks:
-                assembly = self._assembly(chunk, named)
+                assembly = self._assembly(chunk, layout)
                 take = assembly.take(chunk.start, chunk.start + chunk.length) if assembly else None
                 if assembly and take:
                     kept.append((assembly, take, chunk.offset + take.skip))
-            assert self._copier is not None
             with self._copier.copying():
                 for assembly, take, offset in kept:
-                    pairs = [(assembly.ids, input_ids), *((assembly.rows[name], rows) for name, rows in named.items())]
+                    buffers, stop = assembly.buffers, offset + take.count
+                    pairs = [(buffers.ids, input_ids), *((buffers.rows[name], rows) for name, rows in named.items())]
+                    whole = take.count == len(assembly.tokens) - assembly.base
                     for target, source in pairs:
-                        self._copier.copy(target[take.at : take.at + take.count], source[offset : offset + take.count])
+                        place = target if whole else target[take.at : take.at + take.count]
+                        self._copier.copy(place, source[offset:stop])
             fence = self._copier.fence()
             for assembly, _, _ in kept:
                 assembly.fence = fence
@@ -180,8 +184,9 @@ class Capture:
                 assembly = self._open.get(chunk.request)
                 if assembly is not None and assembly.ended:
                     self._close(chunk.request, assembly, assembly.reason())
+        self._writer.look()
 
-    def _assembly(self, chunk: Chunk, named: dict[str, torch.Tensor]) -> Assembly | None:
+    def _assembly(self, chunk: Chunk, layout: Layout) -> Assembly | None:
         """The request's assembly, begun when these are its first rows; None when it has its dump already."""
         request = chunk.request
         if request in self._done:
@@ -195,14 +200,14 @@ class Capture:
         assert self._writer is not None and self._copier is not None
         tokens = array("q", request.origin_input_ids)
         count = len(tokens) - chunk.start
-        nbytes = self._copier.bytes_for(len(tokens), count, named)
+        nbytes = self._copier.bytes_for(len(tokens), count, layout)
         assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
         room = self._writer.reserve(nbytes)
         assembly.nbytes = nbytes if room else 0
         try:
             if not room and self._writer.crowded:
                 raise OSError(contract.QUEUE_FULL)
-            assembly.use(self._copier.buffers(len(tokens), count if room else 0, named, contract.INPUT_IDS))
+            assembly.buffers = self._copier.buffers(tokens, count if room else 0, layout)
         except OSError as error:
             self._writer.lose(assembly, error.strerror or str(error))
             self._done.add(request)

@@ -38,6 +38,7 @@ STATES_FILE = "states.safetensors"
 RECORD_FILE = "record.json"
 FINAL = "final"
 INPUT_IDS = "input_ids"
+CHECKSUM_PREFIX = "sha256:"
 PARTIAL_GLOB = ".req_*.partial"  # dumps being written, or left so by a crash
 OPT_IN_PREFIX = "eyas-"  # request ids that are captured in mode "opted-in"
 HEALTH_PREFIX = "HEALTH_CHECK"  # never captured
@@ -109,4 +110,4 @@ def tokens_sha256(ids: Iterable[int]) -> str:
 
 def tensor_checksum(data: "bytes | memoryview") -> str:
     """`sha256:<hex>` of a tensor's raw row-major little-endian bytes, as safetensors stores them."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
+    return CHECKSUM_PREFIX + hashlib.sha256(data).hexdigest()

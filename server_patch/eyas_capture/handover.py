@@ -1,7 +1,7 @@
 """The scheduler's end of the publisher processes: orders out, answers back, and nobody ever waits."""
 
 import contextlib
-import json
+import marshal
 import select
 import socket
 import subprocess
@@ -63,7 +63,7 @@ class Handover:
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
-        self._unsent.append(_Order(order["record"]["counter"], json.dumps(order).encode()))
+        self._unsent.append(_Order(order["counter"], marshal.dumps(order)))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
@@ -74,7 +74,7 @@ class Handover:
         poll.poll(1000 * timeout_s)
 
     def answers(self) -> list[dict[str, Any]]:
-        """What has been done since the last look: {"counter", and "bytes", "gone" or "error"} each."""
+        """What has been done since the last look, each as publisher.py gives it."""
         for publisher in list(self._publishers):
             self._hear(publisher)
         self._send()
@@ -118,7 +118,7 @@ class Handover:
                 continue
             if not message:
                 break
-            answer = json.loads(message)
+            answer = marshal.loads(message)
             self._deaths = 0
             if publisher.orders.pop(answer["counter"], None) is not None:
                 self._answers.append(answer)

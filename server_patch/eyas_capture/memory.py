@@ -18,10 +18,10 @@ _SPACE = 1 << 60  # bytes of addresses; only what is in use takes memory
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """`bytes` [size] uint8 lie at `offset` of the memory's descriptor."""
+    """`size` bytes at `offset` of the memory's descriptor."""
 
     offset: int
-    bytes: torch.Tensor
+    size: int
     mapping: mmap.mmap
     pinned: bool
 
@@ -57,12 +57,11 @@ class SharedMemory:
                 self._drop_one()
             offset, self._offsets = self._offsets, self._offsets + size
         mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
-        rows = torch.frombuffer(mapping, dtype=torch.uint8)
-        return Piece(offset, rows, mapping, self._pinned and self._pin(rows))
+        return Piece(offset, size, mapping, self._pinned and self._pin(mapping))
 
     def put(self, piece: Piece) -> None:
         """Nobody reads or writes this piece any more."""
-        size = piece.bytes.numel()
+        size = piece.size
         with self._lock:
             if self._bytes + size <= self._kept_bytes and sum(map(len, self._free.values())) < _MOST_KEPT:
                 self._bytes += size
@@ -73,13 +72,13 @@ class SharedMemory:
     def _drop_one(self) -> None:
         free = next(free for free in self._free.values() if free)
         piece = free.pop()
-        self._bytes -= piece.bytes.numel()
+        self._bytes -= piece.size
         self._drop(piece)
 
-    def _pin(self, rows: torch.Tensor) -> bool:
-        status = int(torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.numel(), 0))
+    def _pin(self, mapping: mmap.mmap) -> bool:
+        status = int(torch.cuda.cudart().cudaHostRegister(_address(mapping), len(mapping), 0))
         if status:  # copies are right without, only slower
-            logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", rows.numel(), status)
+            logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", len(mapping), status)
             self._pinned = False
             # CUDA remembers the error, and tells whoever asks next: be that one.
             with contextlib.suppress(RuntimeError):
@@ -88,6 +87,10 @@ class SharedMemory:
 
     def _drop(self, piece: Piece) -> None:
         if piece.pinned:
-            torch.cuda.cudart().cudaHostUnregister(piece.bytes.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(_address(piece.mapping))
         with contextlib.suppress(OSError):  # locked memory: it goes with the process
             piece.mapping.madvise(mmap.MADV_REMOVE)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()

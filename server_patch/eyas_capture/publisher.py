@@ -4,20 +4,24 @@ In the scheduler's process a second thread of Python takes the interpreter lock 
 and each time the pass sleeps and is woken: a dump with 0.7 ms of work held it up for 2.1 ms. Here nobody waits.
 
 Standard library only: it starts in a moment and stays small, however long a prompt is. Standard input is a socket that
-keeps messages whole. Each message is JSON:
+keeps messages whole. Each message is marshalled (both ends are the same Python, and the forward pass that packs them
+has no time for JSON):
 
-    in    {"folder": of the writer, "record": record.json without what is found out here,
-           "memory": [offset, bytes] of its piece of the shared memory,
-           "tensors": [{"name", "dtype", "shape", "ranges": [[offset in the piece, bytes], ...]}, ...]}
-    out   {"counter", "bytes": of the file} | {"counter", "gone": true}: somebody deleted the folder
+    in    {"folder", "writer_id", "counter", "request_id", "reason": why the dump is incomplete, or None,
+           "tokens": S, "base": the prompt position of row 0, "spans": [(start, stop), ...] of the prompt, "cached",
+           "memory": (offset, bytes) of its piece of the shared memory, and where in the piece begin
+           "sent": the prompt, "ids": those of the rows, "rows": [(name, dtype, H, bytes of a row, place), ...]}
+    out   {"counter", "bytes": of the file, "reason"} | {"counter", "gone": True}: somebody deleted the folder
            | {"counter", "error": why}
 
 It ends with the socket. When the scheduler is killed, what this process has been sent is still published.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import marshal
 import mmap
 import os
 import select
@@ -30,6 +34,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eyas_capture import contract
+from eyas_capture.states import Tensor, same_tokens, tensors
 
 _ORDER = 1 << 20  # bytes of one at most; sockets take less
 NICER = 10  # than the server: on a shared core, serving comes first, and publishing still gets a tenth
@@ -38,11 +43,13 @@ _LOOK = 5.0  # seconds between looks whether the scheduler is still there: a pro
 # once memory is fragmented, looking costs five times the copy.
 _CALL = 256 << 10  # bytes
 _HASHED = 4 << 20  # bytes hashed before they are written: few enough to be in the cache still
+_MAPPINGS = 64  # pieces kept in this process's addresses: the scheduler uses them again, for other prompts
 
 
-def publish(order: dict[str, Any], memory: int) -> int:
-    """Write one dump; the size of its states.safetensors. Raises OSError: then nothing is left of it."""
-    folder, counter = order["folder"], order["record"]["counter"]
+def publish(order: dict[str, Any], memory: int) -> dict[str, Any]:
+    """Write one dump; what to answer of it. Raises OSError: then nothing is left of it."""
+    folder, counter, data = order["folder"], order["counter"], _mapped(memory, *order["memory"])
+    reason = order["reason"] if same_tokens(order, data) else contract.TOKENS_DIFFER
     partial, published = f"{folder}/{contract.partial_name(counter)}", f"{folder}/{contract.dump_name(counter)}"
     try:
         os.mkdir(partial)
@@ -53,10 +60,9 @@ def publish(order: dict[str, Any], memory: int) -> int:
         # Nothing is synced: a dump is read within minutes, by a reader that checks its sums. A commit of the disk's
         # journal per dump would cost more than all the rest, and be felt by everybody who uses that disk.
         with _new_file(f"{partial}/{contract.STATES_FILE}") as file:
-            nbytes, checksums = write_states(file, order["tensors"], _mapped(memory, *order["memory"]))
-        found = {"checksums": checksums, "written_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
+            nbytes, checksums = write_states(file, tensors(order), data)
         with _new_file(f"{partial}/{contract.RECORD_FILE}") as file:
-            write_all(file, memoryview((json.dumps(order["record"] | found) + "\n").encode()))
+            write_all(file, memoryview((json.dumps(_record(order, reason, checksums)) + "\n").encode()))
         # Whoever deletes the folder right now may have taken one of the two already.
         for name in (contract.STATES_FILE, contract.RECORD_FILE):
             os.stat(f"{partial}/{name}")
@@ -67,35 +73,54 @@ def publish(order: dict[str, Any], memory: int) -> int:
         if not isinstance(error, OSError) or not os.path.exists(published):
             raise
         nbytes = os.stat(f"{published}/{contract.STATES_FILE}").st_size
-    return nbytes
+    return {"bytes": nbytes, "reason": reason}
 
 
-def write_states(file: int, tensors: list[dict[str, Any]], data: memoryview) -> tuple[int, dict[str, str]]:
+def _record(order: dict[str, Any], reason: str | None, checksums: dict[str, str]) -> dict[str, Any]:
+    return {
+        "contract": contract.VERSION,
+        "counter": order["counter"],
+        "request_id": order["request_id"],
+        "writer_id": order["writer_id"],
+        "tokens": order["tokens"],
+        "spans": order["spans"],
+        "prefix_cached": order["cached"],
+        # The sum of the very bytes that identify the prompt.
+        "tokens_sha256": checksums[contract.INPUT_IDS].removeprefix(contract.CHECKSUM_PREFIX),
+        "checksums": checksums,
+        "written_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "complete": reason is None,
+        "incomplete_reason": reason,
+    }
+
+
+def write_states(file: int, parts: list[Tensor], data: memoryview) -> tuple[int, dict[str, str]]:
     """states.safetensors from a piece of memory, to an open file: its size, and the checksum of each tensor.
 
     The safetensors library wants whole contiguous tensors in memory, and a second pass over them for the checksums.
     """
     header, offset, checksums = {}, 0, {}
-    for tensor in tensors:
-        end = offset + sum(nbytes for _, nbytes in tensor["ranges"])
-        header[tensor["name"]] = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": [offset, end]}
+    for part in parts:
+        end = offset + sum(nbytes for _, nbytes in part.ranges)
+        header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
     write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
-    for tensor in tensors:
+    for part in parts:
         digest = hashlib.sha256()
-        for place, nbytes in tensor["ranges"]:
+        for place, nbytes in part.ranges:
             for start in range(place, place + nbytes, _HASHED):
                 piece = data[start : min(start + _HASHED, place + nbytes)]
                 digest.update(piece)
                 write_all(file, piece)
-        checksums[tensor["name"]] = "sha256:" + digest.hexdigest()
+        checksums[part.name] = contract.CHECKSUM_PREFIX + digest.hexdigest()
     return 8 + len(text) + offset, checksums
 
 
+@functools.lru_cache(_MAPPINGS)
 def _mapped(memory: int, offset: int, nbytes: int) -> memoryview:
-    """A piece of the shared memory, for as long as somebody has hold of it."""
+    """A piece of the shared memory. No other ever begins where one has been."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     return memoryview(mmap.mmap(memory, nbytes, flags=flags, prot=mmap.PROT_READ, offset=offset))
 
@@ -121,9 +146,9 @@ def write_all(descriptor: int, view: memoryview) -> None:
 
 def answer(order: dict[str, Any], memory: int) -> dict[str, Any]:
     """What to say of an order when it is done."""
-    said: dict[str, Any] = {"counter": order["record"]["counter"]}
+    said: dict[str, Any] = {"counter": order["counter"]}
     try:
-        return said | {"bytes": publish(order, memory)}
+        return said | publish(order, memory)
     except FileNotFoundError:
         return said | {"gone": True}
     except OSError as error:
@@ -149,6 +174,6 @@ def main(memory: int) -> None:
             continue
         if not message:
             return
-        said = json.dumps(answer(json.loads(message), memory)).encode()
+        said = marshal.dumps(answer(marshal.loads(message), memory))
         with contextlib.suppress(ConnectionError):  # nobody listens any more, and there may be more orders
             os.write(socket, said)

@@ -1,32 +1,49 @@
 """Rows on their way out of the forward pass: one asynchronous copy, and a fence that tells when it has landed."""
 
-import functools
 import mmap
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from eyas_capture.memory import SharedMemory
+from eyas_capture.refusals import Drift
 
 _ID_BYTES = 8  # of a token id
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Memory for a prompt of S tokens and rows of it: sent [S] and ids [count] int64, rows [count, H] by name.
+class Layout(NamedTuple):
+    """What the rows of a pass look like: (name, dtype, H, bytes of a row) of each tensor, and the bytes of all."""
 
-    They lie in `piece`, (offset, bytes) of the shared memory, and `places` tells where in it each begins. Not to be
-    touched any more after `release()`.
+    tensors: list[tuple[str, torch.dtype, int, int]]
+    row_bytes: int
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> "Layout":
+        """Of tensors [rows, H]. Raises Drift for a dtype that dumps don't have."""
+        if unknown := [f"{name} {rows.dtype}" for name, rows in named.items() if rows.dtype not in _DTYPES]:
+            raise Drift(f"captured rows are neither float32, bfloat16 nor float16: {unknown}")
+        tensors = [
+            (name, rows.dtype, rows.shape[1], rows.shape[1] * rows.element_size()) for name, rows in named.items()
+        ]
+        return cls(tensors, sum(row for *_, row in tensors))
+
+
+class Buffers(NamedTuple):
+    """Memory for a prompt of S tokens and rows of it: ids [count] int64, rows [count, H] by name.
+
+    They lie in `piece`, (offset, bytes) of the shared memory. Where in it each begins, `places` tells in the words of
+    publisher.py. Not to be touched any more after `release()`.
     """
 
-    sent: torch.Tensor
     ids: torch.Tensor
     rows: dict[str, torch.Tensor]
     piece: tuple[int, int]
-    places: dict[str, int]
+    places: dict[str, Any]
     release: Callable[[], None]
 
 
@@ -43,33 +60,34 @@ class RowCopier:
         self._memory = memory
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def bytes_for(self, tokens: int, count: int, like: Mapping[str, torch.Tensor]) -> int:
-        """Host memory that `buffers` takes for a prompt and `count` rows of it.
+    def bytes_for(self, tokens: int, count: int, layout: Layout) -> int:
+        """Host memory that `buffers` takes for a prompt of `tokens` and `count` rows of it.
 
         Rounded up to whole pages, and by a quarter at most, so that a piece fits the prompts of about that length that
         come later.
         """
-        need = (tokens + count) * _ID_BYTES + count * sum(_row_bytes(rows) for rows in like.values())
+        need = (tokens + count) * _ID_BYTES + count * layout.row_bytes
         step = max(mmap.PAGESIZE, 1 << max(0, need.bit_length() - 3))
         return max(1, -(-need // step)) * step
 
-    def buffers(self, tokens: int, count: int, like: Mapping[str, torch.Tensor], sent_name: str) -> Buffers:
-        """Host memory for a prompt of `tokens` and `count` rows of it, all in one piece. Raises OSError.
+    def buffers(self, tokens: array, count: int, layout: Layout) -> Buffers:
+        """Host memory, all in one piece, with a prompt in it and room for `count` rows. Raises OSError.
 
-        `sent_name` is the name of the prompt itself in `places`.
+        For no rows there are no tensors.
         """
-        piece = self._memory.take(self.bytes_for(tokens, count, like))
-        places = {sent_name: 0}
-        sent = piece.bytes[: tokens * _ID_BYTES].view(torch.int64)
-        offset = (tokens + count) * _ID_BYTES
-        ids, named = piece.bytes[tokens * _ID_BYTES : offset].view(torch.int64), {}
-        for name, rows in like.items():
-            end = offset + count * _row_bytes(rows)
-            named[name] = piece.bytes[offset:end].view(rows.dtype).view(count, rows.shape[1])
-            places[name] = offset
-            offset = end
-        whole = (piece.offset, piece.bytes.numel())
-        return Buffers(sent, ids, named, whole, places, functools.partial(self._memory.put, piece))
+        piece = self._memory.take(self.bytes_for(len(tokens), count, layout))
+        mapping, sent = piece.mapping, len(tokens) * _ID_BYTES
+        mapping[:sent] = tokens.tobytes()
+        offset, rows, places = sent + count * _ID_BYTES, {}, []
+        for name, dtype, width, row in layout.tensors:
+            if count:
+                values = torch.frombuffer(mapping, dtype=dtype, count=count * width, offset=offset)
+                rows[name] = values.view(count, width)
+            places.append((name, _DTYPES[dtype], width, row, offset))
+            offset += count * row
+        ids = _NO_IDS if not count else torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=sent)
+        found = {"sent": 0, "ids": sent, "rows": places}
+        return Buffers(ids, rows, (piece.offset, piece.size), found, lambda: self._memory.put(piece))
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -94,7 +112,3 @@ class RowCopier:
         event = torch.cuda.Event()
         event.record(self._side)
         return event
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[1] * rows.element_size()

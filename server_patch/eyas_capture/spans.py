@@ -10,7 +10,6 @@ rows are nowhere) or rows computed again after a retraction (an overlap: the row
 """
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +29,8 @@ class Take:
 class Assembly:
     """The rows of one request so far.
 
-    `base` is the prompt position of row 0 of the buffers, which hold the rest of the prompt: [tokens - base, H] each,
-    and `ids` [tokens - base] as the forward pass saw them; `sent` [tokens] is the prompt. `piece` (offset, bytes) is
-    where all of them lie in the shared memory, and `places` where in the piece each begins. `fence` tells when the last
-    copy has landed; `release` gives the buffers back.
+    `base` is the prompt position of row 0 of the buffers, which have room for the rest of the prompt. `fence` tells
+    when the last copy has landed.
     """
 
     counter: int
@@ -43,18 +40,8 @@ class Assembly:
     nbytes: int = 0
     unfit: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    rows: dict[str, Any] = field(default_factory=dict)
-    ids: Any = None
-    sent: Any = None
-    piece: tuple[int, int] = (0, 0)
-    places: dict[str, int] = field(default_factory=dict)
+    buffers: Any = None  # rows.Buffers
     fence: Any = None
-    release: Callable[[], None] | None = None
-
-    def use(self, buffers: Any) -> None:
-        """Let the rows go into these `rows.Buffers`."""
-        self.sent, self.ids, self.rows = buffers.sent, buffers.ids, buffers.rows
-        self.piece, self.places, self.release = buffers.piece, buffers.places, buffers.release
 
     def take(self, start: int, stop: int) -> Take | None:
         """Record that a pass computed prompt rows [start, stop); the part of them that is new, or None.

@@ -1,47 +1,34 @@
-"""What a dump's tensors are as bytes: their names and shapes, and where in their piece of memory they lie."""
+"""What a dump's tensors are as bytes: their shapes, and where in their piece of memory they lie. For the publisher."""
 
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from eyas_capture import contract
-from eyas_capture.spans import Assembly
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-def described(assembly: Assembly) -> list[dict[str, Any]]:
-    """input_ids [S] and each tensor's captured rows [R, H], in the order of the file.
-
-    Of each its name, dtype as safetensors calls it, shape, and the ranges (offset in the piece, bytes) that make it up.
-    """
-    prompt = len(assembly.tokens)
-    tensors = [_tensor(contract.INPUT_IDS, "I64", [prompt], [(assembly.places[contract.INPUT_IDS], prompt * 8)])]
-    for name, rows in assembly.rows.items():
-        width, row, place = rows.shape[1], rows.shape[1] * rows.element_size(), assembly.places[name]
-        ranges = [(place + (start - assembly.base) * row, (stop - start) * row) for start, stop in assembly.spans]
-        tensors.append(_tensor(name, _DTYPES[rows.dtype], [assembly.row_count, width], ranges))
-    return tensors
+_ID_BYTES = 8  # of a token id
 
 
-def _tensor(name: str, dtype: str, shape: list[int], ranges: list[tuple[int, int]]) -> dict[str, Any]:
-    return {"name": name, "dtype": dtype, "shape": shape, "ranges": ranges}
+class Tensor(NamedTuple):
+    """One of the file: its dtype as safetensors calls it, and the ranges (offset in the piece, bytes) it is made of."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    ranges: list[tuple[int, int]]
 
 
-def same_tokens(assembly: Assembly) -> bool:
+def tensors(order: dict[str, Any]) -> list[Tensor]:
+    """input_ids [S] and each tensor's captured rows [R, H] of a publisher's order, as they come in the file."""
+    spans, base = order["spans"], order["base"]
+    count = sum(stop - start for start, stop in spans)
+    found = [Tensor(contract.INPUT_IDS, "I64", [order["tokens"]], [(order["sent"], order["tokens"] * _ID_BYTES)])]
+    for name, dtype, width, row, place in order["rows"]:
+        ranges = [(place + (start - base) * row, (stop - start) * row) for start, stop in spans]
+        found.append(Tensor(name, dtype, [count, width], ranges))
+    return found
+
+
+def same_tokens(order: dict[str, Any], data: memoryview) -> bool:
     """Whether the ids the forward pass saw are the request's, row for row."""
-    seen, sent, base = _bytes_of(assembly.ids), memoryview(assembly.tokens).cast("B"), assembly.base
-    return all(
-        bytes(seen[(start - base) * 8 : (stop - base) * 8]) == bytes(sent[start * 8 : stop * 8])
-        for start, stop in assembly.spans
-    )
-
-
-def put_prompt(assembly: Assembly) -> None:
-    """Write the request's tokens into the shared memory."""
-    if assembly.tokens:
-        _bytes_of(assembly.sent)[:] = memoryview(assembly.tokens).cast("B")
-
-
-def _bytes_of(ids: torch.Tensor) -> memoryview:
-    return ids.numpy().data.cast("B") if ids.numel() else memoryview(b"")
+    sent, ids = order["sent"], order["ids"] - order["base"] * _ID_BYTES
+    bounds = [(start * _ID_BYTES, stop * _ID_BYTES) for start, stop in order["spans"]]
+    return all(bytes(data[sent + a : sent + b]) == bytes(data[ids + a : ids + b]) for a, b in bounds)

@@ -22,7 +22,6 @@ from eyas_capture.handover import Handover
 from eyas_capture.identity import Identity
 from eyas_capture.memory import SharedMemory
 from eyas_capture.spans import Assembly
-from eyas_capture.states import described, put_prompt, same_tokens
 from eyas_capture.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -77,6 +76,7 @@ class Writer:
         self._ordered: dict[int, _Dump] = {}  # by counter: with a publisher
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
+        self._looked = False  # since the last tick
         self._told: dict[str, float] = {}
         self._published: tuple[Any, ...] = ()
         self._publishing = threading.Lock()
@@ -105,7 +105,8 @@ class Writer:
         Waits only for dumps that are already submitted. Rows of prompts that are still being prefilled can't leave
         before the forward pass that waits here goes on, so for them the limit gives way (and the peak shows it).
         """
-        self.look()
+        if self._full(nbytes):
+            self.look()  # perhaps it isn't any more
         if self._full(nbytes) and self._wait_when_full:
             started = time.monotonic()
             while self._full(nbytes) and not self.ending and time.monotonic() - started < LONGEST_BLOCK:
@@ -141,19 +142,22 @@ class Writer:
 
     def _free(self, assembly: Assembly) -> None:
         self.totals.queue_bytes -= assembly.nbytes
-        assembly.rows, assembly.ids, assembly.sent = {}, None, None
-        if assembly.release is not None:
-            assembly.release()
+        if assembly.buffers is not None:
+            assembly.buffers.release()
+            assembly.buffers = None
 
     def submit(self, assembly: Assembly, reason: str | None) -> None:
-        """Hand a dump over for writing; `reason` None means complete. Its reservation ends when it is written."""
+        """Hand a dump over for writing, from the next `look` on; `reason` None means complete.
+
+        Its reservation ends when it is written.
+        """
         with self._lock:
             self._copied.append(_Dump(assembly, reason))
-            self.look()
 
     def look(self) -> None:
-        """Order what has arrived in memory, and see what has been written."""
+        """Order what has arrived in memory, and see what has been written. Once a pass is enough."""
         with self._lock:
+            self._looked = True
             while self._copied and self._copied[0].landed():
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
@@ -166,14 +170,7 @@ class Writer:
         assembly = dump.assembly
         self._ordered[assembly.counter] = dump
         try:
-            if not same_tokens(assembly):
-                dump.reason = contract.TOKENS_DIFFER
-                text = "the rows of request %s belong to other tokens than it sent"
-                self.tell(dump.reason, text, assembly.request_id)
-            put_prompt(assembly)
-            record = _record(assembly, self.identity.writer_id, dump.reason)
-            order = {"folder": os.fspath(self.identity.folder), "record": record, "memory": assembly.piece}
-            self._handover.order(order | {"tensors": described(assembly)})
+            self._handover.order(_order(dump, self.identity))
         except Exception as error:  # a defect of ours must cost this dump, and neither the server nor later dumps
             logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
             del self._ordered[assembly.counter]
@@ -189,10 +186,13 @@ class Writer:
             self.lose(dump.assembly, answer.get("error", "the folder was deleted"))
             return None
         self.totals.bytes += answer["bytes"]
-        if dump.reason is None:
+        if answer["reason"] is None:
             self.totals.complete += 1
         else:
-            self.totals.incomplete[dump.reason] += 1
+            self.totals.incomplete[answer["reason"]] += 1
+        if answer["reason"] == contract.TOKENS_DIFFER:
+            text = "the rows of request %s belong to other tokens than it sent"
+            self.tell(contract.TOKENS_DIFFER, text, dump.assembly.request_id)
         self._free(dump.assembly)
         return None
 
@@ -256,8 +256,9 @@ class Writer:
         slow = 0.0
         while not self._stopped.wait(_TICK):
             try:
-                if self._waiting:
+                if self._waiting and not self._looked:  # the forward pass does, as long as there is one
                     self.look()
+                self._looked = False
                 if time.monotonic() - slow < _SLOW_TICK:
                     continue
                 slow = time.monotonic()
@@ -269,18 +270,19 @@ class Writer:
                 self.tell("tick", "%s: %s", type(error).__name__, error)
 
 
-def _record(assembly: Assembly, writer_id: str, reason: str | None) -> dict[str, Any]:
+def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
+    """In the words of publisher.py."""
+    assembly = dump.assembly
     return {
-        "contract": contract.VERSION,
+        "folder": os.fspath(identity.folder),
+        "writer_id": identity.writer_id,
         "counter": assembly.counter,
         "request_id": assembly.request_id,
-        "writer_id": writer_id,
+        "reason": dump.reason,
         "tokens": len(assembly.tokens),
-        "spans": [list(span) for span in assembly.spans],
-        "prefix_cached": assembly.from_cache,
-        "tokens_sha256": contract.tokens_sha256(assembly.tokens),
-        "checksums": None,  # these two are the publisher's to find
-        "written_at": None,
-        "complete": reason is None,
-        "incomplete_reason": reason,
+        "base": assembly.base,
+        "spans": assembly.spans,
+        "cached": assembly.from_cache,
+        "memory": assembly.buffers.piece,
+        **assembly.buffers.places,
     }

@@ -1,6 +1,6 @@
 """The processes that write dumps: what they write, and what their deaths cost."""
 
-import json
+import marshal
 import os
 import signal
 import socket
@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from eyas_capture import contract, publisher, writer
 from eyas_capture.handover import Handover, _Order
 from eyas_capture.identity import Identity, process_start_time
-from eyas_capture.states import described, put_prompt
+from eyas_capture.states import tensors
 from eyas_capture.writer import Writer
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, publishers, totals, until_written, whole
+from tests.server_patch.writers import PAGE, filled, publishers, submit, totals, until_written, whole
 
 
 @pytest.mark.parametrize("kills", [1, 2])
@@ -29,7 +29,7 @@ def test_a_publisher_that_is_killed_costs_nothing(disk: SlowDisk, made: Callable
     disk.wait()
     one = made()
     for _ in range(5):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     for _ in range(kills):
         ends = time.monotonic() + 10
         while not (publishers(one) and list(one.identity.folder.glob(contract.PARTIAL_GLOB))):
@@ -59,10 +59,10 @@ def kill_publishers_until_a_dump_is_lost(one: Writer) -> None:
 def test_an_order_that_kills_every_publisher_is_lost_and_said(disk: SlowDisk, made: Callable[..., Writer]) -> None:
     disk.wait()
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     kill_publishers_until_a_dump_is_lost(one)
     disk.go_on()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["lost"] == {"the publisher process died": 1} and totals(one)["complete"] == 1
 
@@ -79,14 +79,14 @@ def test_publishers_that_cannot_live_neither_hold_up_the_forward_pass_nor_end_th
     one = made(queue_bytes=3 * PAGE)
     began = time.monotonic()
     for _ in range(40):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     until_written(one)
     assert time.monotonic() - began < 20
     assert one.totals.lost == {"the publisher process died": 40}
     monkeypatch.setenv("PYTHONPATH", plain)
     ends = time.monotonic() + 30
     while not one.totals.complete and time.monotonic() < ends:
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
         until_written(one)
         time.sleep(0.1)
     assert one.totals.complete == 1
@@ -94,12 +94,12 @@ def test_publishers_that_cannot_live_neither_hold_up_the_forward_pass_nor_end_th
 
 def test_a_dump_that_was_published_before_its_publisher_died_is_not_written_again(made: Callable[..., Writer]) -> None:
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     until_written(one)
     before = os.stat(one.identity.folder / "req_0" / contract.STATES_FILE)
     again = filled(one)
     again.counter = 0
-    one.submit(again, None)
+    submit(one, again, None)
     until_written(one)
     assert os.stat(one.identity.folder / "req_0" / contract.STATES_FILE).st_mtime_ns == before.st_mtime_ns
     assert one.totals.bytes == 2 * before.st_size and one.totals.lost.total() == 0
@@ -111,7 +111,7 @@ def test_an_order_that_kills_its_publishers_costs_none_of_those_behind_it(
     disk.wait()
     one = made()
     for _ in range(20):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     kill_publishers_until_a_dump_is_lost(one)
     disk.go_on()
     assert one.stop(20)
@@ -129,7 +129,7 @@ def test_answers_that_a_publisher_gave_before_it_died_count() -> None:
     dead.socket.setblocking(False)
     dead.orders = {number: _Order(number, b"{}") for number in range(3)}
     dead.socket.send(b"unread")
-    theirs.send(json.dumps({"counter": 0, "bytes": 8}).encode())
+    theirs.send(marshal.dumps({"counter": 0, "bytes": 8}))
     theirs.close()
     assert handover.answers() == [{"counter": 0, "bytes": 8}]
     assert [order.counter for order in handover._unsent] == [1, 2]
@@ -143,7 +143,7 @@ def test_without_a_process_to_be_had_dumps_are_lost_and_nobody_waits(
     one = made(queue_bytes=3 * PAGE)
     began = time.monotonic()
     for _ in range(20):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     until_written(one)
     assert time.monotonic() - began < 20 and one.totals.lost.total() == 20
     assert "cannot start the publisher process" in "".join(one.totals.lost)
@@ -155,11 +155,11 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from eyas_capture.identity import Identity
 from eyas_capture.writer import Writer
-from tests.server_patch.writers import filled
+from tests.server_patch.writers import filled, submit
 one = Writer(Identity(Path({folder!r}), None, {{}}), 1 << 20, True)
 one.start(lambda: None)
 for _ in range(20):
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
 print(*(p.process.pid for p in one._handover._publishers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -183,7 +183,7 @@ def test_a_dump_whose_states_are_deleted_while_it_is_written_is_written_again(
     """Whoever deletes the folder takes one file after the other: a dump with one of them must not be published."""
     disk.delete_once()
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["complete"] == 1 and whole(one.identity.folder / "req_0")
 
@@ -195,14 +195,14 @@ def test_the_publisher_takes_nothing_from_the_servers_working_folder(
     for name in ("json", "hashlib", "eyas_capture"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not me')")
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(20) and totals(one)["complete"] == 1
 
 
 def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
     here = os.getpriority(os.PRIO_PROCESS, 0)
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     until_written(one)
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in publishers(one)] == [min(19, here + publisher.NICER)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
@@ -221,7 +221,7 @@ def test_more_publishers_are_started_when_there_is_more_to_do(
     disk.wait()
     one = made()
     for _ in range(9):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     assert len(publishers(one)) == 3
     disk.go_on()
     assert one.stop(20) and totals(one)["complete"] == 9
@@ -240,12 +240,13 @@ def test_a_dump_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.Monk
 
     one = Writer(Identity(tmp_path, None, {}), 1 << 20, True)
     assembly = filled(one, 10, ((2, 4), (7, 9)))
-    rows = assembly.rows[contract.FINAL].clone()
-    put_prompt(assembly)
-    data = memoryview(bytes(assembly.sent.untyped_storage()))
+    rows = assembly.buffers.rows[contract.FINAL].clone()
+    order = {"tokens": 10, "base": assembly.base, "spans": assembly.spans, **assembly.buffers.places}
+    offset, size = assembly.buffers.piece
+    data = memoryview(os.pread(one.memory.descriptor, size, offset))
     with open(tmp_path / "states", "wb") as file, monkeypatch.context() as patch:
         patch.setattr(publisher.os, "write", short)
-        nbytes, checksums = publisher.write_states(file.fileno(), described(assembly), data)
+        nbytes, checksums = publisher.write_states(file.fileno(), tensors(order), data)
     found = load_file(tmp_path / "states")
     assert nbytes == (tmp_path / "states").stat().st_size
     assert found[contract.INPUT_IDS].tolist() == list(range(100, 110))

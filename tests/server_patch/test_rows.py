@@ -3,32 +3,42 @@
 import mmap
 import os
 import random
+from array import array
 
 import pytest
 import torch
 
 from eyas_capture.memory import SharedMemory
-from eyas_capture.rows import Buffers, RowCopier
+from eyas_capture.refusals import Drift
+from eyas_capture.rows import Buffers, Layout, RowCopier
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def like(width: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(0, width, dtype=dtype) for name in ("after_block_1", "after_block_2", "final")}
+def like(width: int, dtype: torch.dtype) -> Layout:
+    return Layout.of(
+        {name: torch.empty(0, width, dtype=dtype) for name in ("after_block_1", "after_block_2", "final")}
+    )
 
 
-def taken(copier: RowCopier, count: int, rows: dict[str, torch.Tensor]) -> Buffers:
-    return copier.buffers(count, count, rows, "input_ids")
+def taken(copier: RowCopier, count: int, layout: Layout, first: int = 0) -> Buffers:
+    return copier.buffers(array("q", range(first, first + count)), count, layout)
 
 
 def fill(buffers: Buffers, value: int) -> None:
-    for tensor in (buffers.sent, buffers.ids, *buffers.rows.values()):
+    for tensor in (buffers.ids, *buffers.rows.values()):
         tensor.fill_(value)
 
 
 def holds(buffers: Buffers, value: int) -> bool:
-    return all(bool((tensor == value).all()) for tensor in (buffers.sent, buffers.ids, *buffers.rows.values()))
+    return all(bool((tensor == value).all()) for tensor in (buffers.ids, *buffers.rows.values()))
+
+
+def place(memory: SharedMemory, buffers: Buffers) -> bytes:
+    """What another process finds there."""
+    offset, size = buffers.piece
+    return os.pread(memory.descriptor, size, offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -53,10 +63,10 @@ def test_prompts_under_way_never_share_memory(dtype: torch.dtype) -> None:
 def test_released_memory_is_used_again_by_prompts_of_about_that_length() -> None:
     copier, rows = RowCopier(CPU, SharedMemory(MIB)), like(64, torch.float32)
     first = taken(copier, 100, rows)
-    address = first.sent.data_ptr()
+    address = first.ids.data_ptr()
     first.release()
     assert copier.bytes_for(101, 101, rows) == copier.bytes_for(100, 100, rows)
-    assert taken(copier, 101, rows).sent.data_ptr() == address
+    assert taken(copier, 101, rows).ids.data_ptr() == address + 8
 
 
 def test_what_is_kept_for_later_is_bounded_and_follows_the_lengths_that_come() -> None:
@@ -75,29 +85,37 @@ def test_the_memory_that_is_counted_is_the_memory_that_is_taken(count: int) -> N
     copier, rows = RowCopier(CPU, SharedMemory()), like(24, torch.bfloat16)
     need = count * (8 + 8 + 3 * 24 * 2)
     assert need <= copier.bytes_for(count, count, rows) <= max(1.25 * need, mmap.PAGESIZE)
-    piece = taken(copier, count, rows).ids.untyped_storage()
-    assert piece.nbytes() == copier.bytes_for(count, count, rows)
+    assert taken(copier, count, rows).piece[1] == copier.bytes_for(count, count, rows)
 
 
 def test_another_process_finds_the_rows_where_it_is_told_they_are() -> None:
     memory = SharedMemory(MIB)
     copier, rng = RowCopier(CPU, memory), random.Random(1)
     for count in (1, 7, 300, 2000):
-        buffers = taken(copier, count, like(16, torch.bfloat16))
-        for tensor in (buffers.sent, buffers.ids, *buffers.rows.values()):
+        buffers = taken(copier, count, like(16, torch.bfloat16), first=rng.randrange(100))
+        for tensor in (buffers.ids, *buffers.rows.values()):
             tensor.fill_(rng.randrange(100))
-        offset, size = buffers.piece
-        assert size == copier.bytes_for(count, count, like(16, torch.bfloat16))
-        for name, tensor in {"input_ids": buffers.sent, **buffers.rows}.items():
-            raw = os.pread(memory.descriptor, tensor.nbytes, offset + buffers.places[name])
-            assert raw == tensor.view(torch.uint8).numpy().tobytes()
+        found = place(memory, buffers)
+        assert len(found) == copier.bytes_for(count, count, like(16, torch.bfloat16))
+        sent, ids = buffers.places["sent"], buffers.places["ids"]
+        assert found[ids : ids + 8 * count] == buffers.ids.numpy().tobytes()
+        prompt = array("q", found[sent : sent + 8 * count])
+        assert prompt == array("q", range(prompt[0], prompt[0] + count))
+        for name, dtype, width, row, offset in buffers.places["rows"]:
+            raw = buffers.rows[name].view(torch.uint8).numpy().tobytes()
+            assert (dtype, width, row) == ("BF16", 16, 32) and found[offset : offset + row * count] == raw
+
+
+def test_rows_of_a_dtype_that_dumps_do_not_have_are_refused() -> None:
+    with pytest.raises(Drift, match="float64"):
+        like(16, torch.float64)
 
 
 def test_memory_that_is_not_kept_is_given_back_at_once() -> None:
     memory = SharedMemory(kept_bytes=0)
     pieces = [memory.take(MIB) for _ in range(4)]
     for piece in pieces:
-        piece.bytes.fill_(1)
+        piece.mapping[:] = b"x" * MIB
     assert os.fstat(memory.descriptor).st_blocks * 512 == 4 * MIB
     for piece in pieces:
         memory.put(piece)

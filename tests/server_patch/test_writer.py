@@ -17,15 +17,15 @@ from eyas_capture import contract, identity, writer
 from eyas_capture.identity import Identity, process_start_time, sweep_partials
 from eyas_capture.writer import Writer
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, totals, until_written
+from tests.server_patch.writers import PAGE, filled, submit, totals, until_written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_the_library_reads_is_what_was_captured(made: Callable[..., Writer], dtype: torch.dtype) -> None:
     one = made()
     assembly = filled(one, dtype=dtype)
-    rows = {name: tensor.clone() for name, tensor in assembly.rows.items()}
-    one.submit(assembly, None)
+    rows = {name: tensor.clone() for name, tensor in assembly.buffers.rows.items()}
+    submit(one, assembly, None)
     assert one.stop(10)
     folder = one.identity.folder / contract.dump_name(0)
     record = json.loads((folder / contract.RECORD_FILE).read_text())
@@ -44,8 +44,8 @@ def test_what_the_library_reads_is_what_was_captured(made: Callable[..., Writer]
 def test_an_incomplete_dump_holds_the_rows_of_its_spans_in_order(made: Callable[..., Writer]) -> None:
     one = made()
     assembly = filled(one, 10, ((2, 4), (7, 9)))
-    rows = assembly.rows[contract.FINAL].clone()
-    one.submit(assembly, contract.ABORTED)
+    rows = assembly.buffers.rows[contract.FINAL].clone()
+    submit(one, assembly, contract.ABORTED)
     assert one.stop(10)
     folder = one.identity.folder / contract.dump_name(0)
     record = json.loads((folder / contract.RECORD_FILE).read_text())
@@ -58,8 +58,8 @@ def test_an_incomplete_dump_holds_the_rows_of_its_spans_in_order(made: Callable[
 def test_rows_of_other_tokens_are_never_published_as_complete(made: Callable[..., Writer]) -> None:
     one = made()
     assembly = filled(one)
-    assembly.ids[3] += 1
-    one.submit(assembly, None)
+    assembly.buffers.ids[3] += 1
+    submit(one, assembly, None)
     assert one.stop(10)
     assert totals(one)["incomplete"] == {contract.TOKENS_DIFFER: 1}
 
@@ -67,7 +67,7 @@ def test_rows_of_other_tokens_are_never_published_as_complete(made: Callable[...
 def test_totals_always_add_up(made: Callable[..., Writer]) -> None:
     one = made()
     for reason in (None, contract.ABORTED, None, contract.PREFIX_CACHE, contract.ABORTED):
-        one.submit(filled(one), reason)
+        submit(one, filled(one), reason)
     one.next_counter()  # a prefill under way
     assert one.stop(10)
     found = totals(one)
@@ -81,8 +81,8 @@ def test_totals_always_add_up(made: Callable[..., Writer]) -> None:
 def test_block_waits_for_the_disk_and_loses_nothing(disk: SlowDisk, made: Callable[..., Writer]) -> None:
     disk.wait()
     one = made(queue_bytes=2 * PAGE)
-    one.submit(filled(one), None)  # a page each
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)  # a page each
+    submit(one, filled(one), None)
     reserved: list[bool] = []
     forward = threading.Thread(target=lambda: reserved.append(one.reserve(PAGE)))
     forward.start()
@@ -97,7 +97,7 @@ def test_block_waits_for_the_disk_and_loses_nothing(disk: SlowDisk, made: Callab
 def test_skip_does_not_wait(disk: SlowDisk, made: Callable[..., Writer]) -> None:
     disk.wait()
     one = made(queue_bytes=PAGE, wait=False)
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert not one.reserve(PAGE)
     disk.go_on()
 
@@ -108,7 +108,7 @@ def test_waiting_for_the_disk_ends_before_sglangs_watchdog(
     disk.wait()
     monkeypatch.setattr(writer, "LONGEST_BLOCK", 0.05)
     one = made(queue_bytes=PAGE)
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert not one.reserve(PAGE)
     disk.go_on()
 
@@ -122,7 +122,7 @@ def test_very_many_small_dumps_are_a_full_queue_too(
     one = made(wait=False)
     assert not one.crowded
     for _ in range(3):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     assert not one.reserve(PAGE)
     disk.go_on()
     until_written(one)
@@ -142,10 +142,10 @@ def test_a_dump_the_disk_refuses_is_counted_as_lost_and_the_next_one_is_written(
 ) -> None:
     one = made()
     disk.refuse(broken)
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     until_written(one)
     disk.go_on()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["lost"] == {os.strerror(broken): 1} and totals(one)["complete"] == 1
     assert sorted(p.name for p in one.identity.folder.glob("*req*")) == ["req_1"]
@@ -156,12 +156,12 @@ def test_a_defect_in_writing_costs_one_dump_and_none_after_it(made: Callable[...
     one = made()
     wrong = filled(one)
     if where == "the forward pass":
-        wrong.rows["after_block_9"] = None
+        wrong.buffers.places["ids"] = object()  # nothing that can be sent
     else:
-        wrong.piece = (-1, "so many")  # type: ignore[assignment]
-    one.submit(wrong, None)
+        wrong.buffers.places["ids"] = "nowhere"
+    submit(one, wrong, None)
     for _ in range(4):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["complete"] == 4 and sum(totals(one)["lost"].values()) == 1
     assert totals(one)["queue_bytes"] == 0
@@ -170,8 +170,8 @@ def test_a_defect_in_writing_costs_one_dump_and_none_after_it(made: Callable[...
 def test_an_order_too_long_to_send_costs_one_dump(made: Callable[..., Writer]) -> None:
     one = made(queue_bytes=1 << 30)
     spans = tuple((2 * k, 2 * k + 1) for k in range(40_000))  # no prompt is prefilled so, but nothing may stop either
-    one.submit(filled(one, 80_000, spans), contract.PREFIX_CACHE)
-    one.submit(filled(one), None)
+    submit(one, filled(one, 80_000, spans), contract.PREFIX_CACHE)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["complete"] == 1 and sum(totals(one)["lost"].values()) == 1
 
@@ -181,7 +181,7 @@ def test_a_forward_pass_that_waits_for_the_disk_does_not_hold_up_the_end(
 ) -> None:
     disk.wait()
     one = made(queue_bytes=PAGE)
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     reserved: list[bool] = []
     forward = threading.Thread(target=lambda: reserved.append(one.reserve(PAGE)))
     forward.start()
@@ -210,7 +210,7 @@ def test_the_tick_and_the_forward_pass_never_wait_for_each_other_for_good(made: 
     for thread in threads:
         thread.start()
     for _ in range(100):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     until_written(one)
     over.set()
     for thread in threads:
@@ -226,7 +226,7 @@ def test_no_thread_takes_the_interpreter_from_the_forward_pass(disk: SlowDisk, m
     disk.wait()
     one = made()
     for _ in range(5):
-        one.submit(filled(one), None)
+        submit(one, filled(one), None)
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"eyas-tick"}
     disk.go_on()
 
@@ -246,10 +246,10 @@ def test_rows_still_on_their_way_from_a_gpu_are_not_written(made: Callable[..., 
     one = made()
     late, fence = filled(one), Fence()
     late.fence = fence
-    one.submit(late, None)
+    submit(one, late, None)
     time.sleep(0.3)
     assert not list(one.identity.folder.glob("*req_*"))
-    late.rows[contract.FINAL].fill_(7)
+    late.buffers.rows[contract.FINAL].fill_(7)
     fence.passed = True
     ends = time.monotonic() + 10  # the tick
     while not list(one.identity.folder.glob("req_*")) and time.monotonic() < ends:
@@ -260,10 +260,10 @@ def test_rows_still_on_their_way_from_a_gpu_are_not_written(made: Callable[..., 
 
 def test_a_folder_deleted_under_the_writer_comes_back_with_its_identity(made: Callable[..., Writer]) -> None:
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     until_written(one)
     shutil.rmtree(one.identity.dump_dir)
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert (one.identity.folder / "req_1").is_dir() and totals(one)["complete"] == 2
 
@@ -273,7 +273,7 @@ def test_an_unwritable_dump_folder_does_not_stop_anything(
 ) -> None:
     (tmp_path / "dumps").write_text("a file where the folder should be")
     one = made()
-    one.submit(filled(one), None)
+    submit(one, filled(one), None)
     assert one.stop(10)
     assert one.totals.lost.total() == 1 and "writer.json" in caplog.text
 
@@ -297,7 +297,7 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(150):
-        one.submit(filled(one, 64, ((0, 64),)), None)
+        submit(one, filled(one, 64, ((0, 64),)), None)
     assert one.stop(30)
     done.set()
     reader.join()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from eyas_capture import contract
-from eyas_capture.rows import RowCopier
+from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.spans import Assembly
 from eyas_capture.writer import Writer
 
@@ -29,18 +29,24 @@ def filled(
     """A request whose rows are all different, with room reserved for them."""
     base, counter = spans[0][0], to.next_counter()
     copier = RowCopier(torch.device("cpu"), to.memory)
-    like = {name: torch.empty(0, H, dtype=dtype) for name in (contract.block_tensor(1), contract.FINAL)}
-    taken = copier.bytes_for(tokens, tokens - base, like)
+    layout = Layout.of({name: torch.empty(0, H, dtype=dtype) for name in (contract.block_tensor(1), contract.FINAL)})
+    taken = copier.bytes_for(tokens, tokens - base, layout)
     prompt = array("q", range(100, 100 + tokens))
     assembly = Assembly(counter, f"rid-{counter}", prompt, base=base, nbytes=taken)
     assert to.reserve(taken)
-    assembly.use(copier.buffers(tokens, tokens - base, like, contract.INPUT_IDS))
-    assembly.ids.copy_(torch.arange(100 + base, 100 + tokens))
-    for rows in assembly.rows.values():
+    assembly.buffers = copier.buffers(prompt, tokens - base, layout)
+    assembly.buffers.ids.copy_(torch.arange(100 + base, 100 + tokens))
+    for rows in assembly.buffers.rows.values():
         rows.copy_(torch.randn(rows.shape))
     for span in spans:
         assembly.take(*span)
     return assembly
+
+
+def submit(to: Writer, assembly: Assembly, reason: str | None) -> None:
+    """A pass that ends with this dump."""
+    to.submit(assembly, reason)
+    to.look()
 
 
 def until_written(one: Writer, timeout_s: float = 30.0) -> None:
