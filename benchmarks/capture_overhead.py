@@ -33,7 +33,7 @@ from benchmarks.capture_server import Served, capture_server, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.rows import Layout, RowCopier
-from eyas_capture.spans import Assembly
+from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import Writer, process_count
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
@@ -178,17 +178,17 @@ def disk(work: Path, dumps: int = 24, rows: int = 2048, hidden: int = 1024, roun
 
     def writer(folder: Path) -> None:
         one = Writer(Identity(folder, None, {}), 1 << 30, wait_when_full=True)
-        copier, layout = RowCopier(source.device, one.memory), Layout.of(dict.fromkeys(names, source))
+        copier, named = RowCopier(source.device, one.memory), dict.fromkeys(names, source)
+        layout, ids = Layout.of(named), torch.arange(rows)
         one.start(lambda: None)
         for _ in range(dumps):
-            taken = copier.bytes_for(rows, rows, layout)
-            assembly = Assembly(one.next_counter(), "r", array("q", range(rows)), base=0, nbytes=taken)
+            taken, tokens = layout.bytes_for(rows, rows), array("q", range(rows))
+            assembly = Assembly(one.next_counter(), "r", tokens, base=0, nbytes=taken)
             one.reserve(taken)
-            assembly.buffers = buffers = copier.buffers(assembly.tokens, rows, layout)
-            buffers.ids.copy_(torch.arange(rows))
-            for copied in buffers.rows.values():
-                copied.copy_(source)
-            assembly.take(0, rows)
+            there = copier.copy([tokens], [(0, rows)], ids, named, layout)
+            there.holders = 1
+            assembly.prompt = there, there.prompts[0]
+            assembly.parts.append(Part(0, rows, there, there.rows[0]))
             one.submit(assembly, None)
             one.look()
         one.stop(600)

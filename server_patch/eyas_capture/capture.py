@@ -20,7 +20,7 @@ from eyas_capture.layers import CaptureLayers
 from eyas_capture.refusals import Drift
 from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.settings import OPTED_IN
-from eyas_capture.spans import Assembly
+from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -163,59 +163,70 @@ class Capture:
         assert self._writer is not None and self._copier is not None
         layout = Layout.of(named)
         with self._lock:
-            kept = []
-            for chunk in chunks:
-                assembly = self._assembly(chunk, layout)
-                take = assembly.take(chunk.start, chunk.start + chunk.length) if assembly else None
-                if assembly and take:
-                    kept.append((assembly, take, chunk.offset + take.skip))
-            with self._copier.copying():
-                for assembly, take, offset in kept:
-                    buffers, stop = assembly.buffers, offset + take.count
-                    pairs = [(buffers.ids, input_ids), *((buffers.rows[name], rows) for name, rows in named.items())]
-                    whole = take.count == len(assembly.tokens) - assembly.base
-                    for target, source in pairs:
-                        place = target if whole else target[take.at : take.at + take.count]
-                        self._copier.copy(place, source[offset:stop])
-            fence = self._copier.fence()
-            for assembly, _, _ in kept:
-                assembly.fence = fence
+            begun: list[tuple[Any, Assembly]] = []
+            kept: list[tuple[Chunk, Assembly, int]] = []
             for chunk in chunks:
                 assembly = self._open.get(chunk.request)
-                if assembly is not None and assembly.ended:
-                    self._close(chunk.request, assembly, assembly.reason())
+                if assembly is None and (assembly := self._begun(chunk, layout)):
+                    begun.append((chunk.request, assembly))
+                if assembly and assembly.nbytes:
+                    at = assembly.new(chunk.start, chunk.start + chunk.length)
+                    if at is not None:
+                        kept.append((chunk, assembly, at))
+            if begun or kept:
+                self._copy(begun, kept, input_ids, named, layout)
         self._writer.look()
 
-    def _assembly(self, chunk: Chunk, layout: Layout) -> Assembly | None:
-        """The request's assembly, begun when these are its first rows; None when it has its dump already."""
+    def _copy(
+        self,
+        begun: list[tuple[Any, Assembly]],
+        kept: list[tuple[Chunk, Assembly, int]],
+        input_ids: torch.Tensor,
+        named: dict[str, torch.Tensor],
+        layout: Layout,
+    ) -> None:
+        """Keep the prompts that begin, and chunks from prompt row `at` on; close those that end."""
+        assert self._writer is not None and self._copier is not None
+        assemblies = dict.fromkeys([*begun, *((chunk.request, assembly) for chunk, assembly, _ in kept)])
+        parts = [(chunk.offset + at - chunk.start, chunk.start + chunk.length - at) for chunk, _, at in kept]
+        try:
+            rows = self._copier.copy([assembly.tokens for _, assembly in begun], parts, input_ids, named, layout)
+        except OSError as error:
+            for request, assembly in assemblies:
+                self._forget(request, assembly)
+                self._writer.lose(assembly, error.strerror or str(error))
+            return
+        rows.holders, fence = len(assemblies), self._copier.fence()
+        for (_, assembly), place in zip(begun, rows.prompts, strict=True):
+            assembly.prompt = rows, place
+        for (chunk, assembly, at), first in zip(kept, rows.rows, strict=True):
+            assembly.parts.append(Part(at, chunk.start + chunk.length, rows, first))
+        for request, assembly in assemblies:
+            assembly.fence = fence
+            if assembly.ended or not assembly.nbytes:
+                self._close(request, assembly, assembly.reason())
+
+    def _begun(self, chunk: Chunk, layout: Layout) -> Assembly | None:
+        """A new assembly for a request's first rows, without `nbytes` if there is no room; None if it has its dump."""
         request = chunk.request
         if request in self._done:
             return None
-        if request in self._open:
-            return self._open[request]
         # An aborted request still runs one pass, with its prompt cut to one token.
         if request.finished() or request.to_finish is not None or self._is_a_further_sample(request):
             self._done.add(request)
             return None
-        assert self._writer is not None and self._copier is not None
+        assert self._writer is not None
         tokens = array("q", request.origin_input_ids)
-        count = len(tokens) - chunk.start
-        nbytes = self._copier.bytes_for(len(tokens), count, layout)
+        nbytes = layout.bytes_for(len(tokens), len(tokens) - chunk.start)
         assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
-        room = self._writer.reserve(nbytes)
-        assembly.nbytes = nbytes if room else 0
-        try:
-            if not room and self._writer.crowded:
-                raise OSError(contract.QUEUE_FULL)
-            assembly.buffers = self._copier.buffers(tokens, count if room else 0, layout)
-        except OSError as error:
-            self._writer.lose(assembly, error.strerror or str(error))
+        if self._writer.reserve(nbytes):
+            assembly.nbytes = nbytes
+        elif self._writer.crowded:
+            self._writer.lose(assembly, contract.QUEUE_FULL)
             self._done.add(request)
             return None
-        if not room:
-            self._writer.submit(assembly, contract.QUEUE_FULL)
-            self._done.add(request)
-            return None
+        else:
+            assembly.unfit = contract.QUEUE_FULL
         self._open[request] = assembly
         self._orphans[assembly.counter] = assembly
         return assembly
@@ -273,14 +284,21 @@ class Capture:
                 logger.exception("eyas: what was under way is lost")
 
     def _close(self, request: Any, assembly: Assembly, reason: str | None) -> None:
+        if self._forget(request, assembly):
+            self._submit(assembly, reason)
+
+    def _forget(self, request: Any, assembly: Assembly) -> bool:
+        """No pass adds to it any more; whether it was under way until now."""
         del self._open[request]
         self._done.add(request)
-        if self._orphans.pop(assembly.counter, None) is not None:
-            self._submit(assembly, reason)
+        return self._orphans.pop(assembly.counter, None) is not None
 
     def _submit(self, assembly: Assembly, reason: str | None) -> None:
         assert self._writer is not None
-        self._writer.submit(assembly, reason)
+        if assembly.prompt is None:  # its first copy failed: there is nothing to write
+            self._writer.lose(assembly, reason or contract.CAPTURE_FAILED)
+        else:
+            self._writer.submit(assembly, reason)
 
 
 def _unfit(request: Any) -> str | None:

@@ -45,24 +45,30 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._free: dict[int, list[Piece]] = {}
         self._bytes = 0
+        self.in_use = 0  # pieces that were taken and not given back
 
     def take(self, size: int) -> Piece:
         """A piece of `size` bytes (whole pages), with anything in it. Raises OSError."""
         with self._lock:
             if free := self._free.get(size):
                 self._bytes -= size
+                self.in_use += 1
                 return free.pop()
             # Other sizes are asked for now than before: those that are kept would only add to the memory in use.
             while self._bytes and size <= self._kept_bytes < self._bytes + size:
                 self._drop_one()
             offset, self._offsets = self._offsets, self._offsets + size
         mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
-        return Piece(offset, size, mapping, self._pinned and self._pin(mapping))
+        piece = Piece(offset, size, mapping, self._pinned and self._pin(mapping))
+        with self._lock:
+            self.in_use += 1
+        return piece
 
     def put(self, piece: Piece) -> None:
         """Nobody reads or writes this piece any more."""
         size = piece.size
         with self._lock:
+            self.in_use -= 1
             if self._bytes + size <= self._kept_bytes and sum(map(len, self._free.values())) < _MOST_KEPT:
                 self._bytes += size
                 self._free.setdefault(size, []).append(piece)

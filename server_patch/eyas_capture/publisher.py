@@ -8,9 +8,10 @@ keeps messages whole. Each message is marshalled (both ends are the same Python,
 has no time for JSON):
 
     in    {"folder", "writer_id", "counter", "request_id", "reason": why the dump is incomplete, or None,
-           "tokens": S, "base": the prompt position of row 0, "spans": [(start, stop), ...] of the prompt, "cached",
-           "memory": (offset, bytes) of its piece of the shared memory, and where in the piece begin
-           "sent": the prompt, "ids": those of the rows, "rows": [(name, dtype, H, bytes of a row, place), ...]}
+           "tokens": S, "cached", "memory": [(offset, bytes, where the ids begin, [where each tensor begins]), ...]
+           of each piece of the shared memory, "sent": where the prompt begins in the first piece,
+           "rows": [(name, dtype, H, bytes of a row), ...] of each tensor,
+           "parts": [(start, stop, piece, row), ...]: rows [start, stop) of the prompt begin at a row of a piece}
     out   {"counter", "bytes": of the file, "reason"} | {"counter", "gone": True}: somebody deleted the folder
            | {"counter", "error": why}
 
@@ -48,8 +49,9 @@ _MAPPINGS = 64  # pieces kept in this process's addresses: the scheduler uses th
 
 def publish(order: dict[str, Any], memory: int) -> dict[str, Any]:
     """Write one dump; what to answer of it. Raises OSError: then nothing is left of it."""
-    folder, counter, data = order["folder"], order["counter"], _mapped(memory, *order["memory"])
-    reason = order["reason"] if same_tokens(order, data) else contract.TOKENS_DIFFER
+    folder, counter = order["folder"], order["counter"]
+    pieces = [_mapped(memory, offset, size) for offset, size, *_ in order["memory"]]
+    reason = order["reason"] if same_tokens(order, pieces) else contract.TOKENS_DIFFER
     partial, published = f"{folder}/{contract.partial_name(counter)}", f"{folder}/{contract.dump_name(counter)}"
     try:
         os.mkdir(partial)
@@ -60,7 +62,7 @@ def publish(order: dict[str, Any], memory: int) -> dict[str, Any]:
         # Nothing is synced: a dump is read within minutes, by a reader that checks its sums. A commit of the disk's
         # journal per dump would cost more than all the rest, and be felt by everybody who uses that disk.
         with _new_file(f"{partial}/{contract.STATES_FILE}") as file:
-            nbytes, checksums = write_states(file, tensors(order), data)
+            nbytes, checksums = write_states(file, tensors(order), pieces)
         with _new_file(f"{partial}/{contract.RECORD_FILE}") as file:
             write_all(file, memoryview((json.dumps(_record(order, reason, checksums)) + "\n").encode()))
         # Whoever deletes the folder right now may have taken one of the two already.
@@ -83,7 +85,7 @@ def _record(order: dict[str, Any], reason: str | None, checksums: dict[str, str]
         "request_id": order["request_id"],
         "writer_id": order["writer_id"],
         "tokens": order["tokens"],
-        "spans": order["spans"],
+        "spans": [[start, stop] for start, stop, *_ in order["parts"]],
         "prefix_cached": order["cached"],
         # The sum of the very bytes that identify the prompt.
         "tokens_sha256": checksums[contract.INPUT_IDS].removeprefix(contract.CHECKSUM_PREFIX),
@@ -94,14 +96,14 @@ def _record(order: dict[str, Any], reason: str | None, checksums: dict[str, str]
     }
 
 
-def write_states(file: int, parts: list[Tensor], data: memoryview) -> tuple[int, dict[str, str]]:
-    """states.safetensors from a piece of memory, to an open file: its size, and the checksum of each tensor.
+def write_states(file: int, parts: list[Tensor], pieces: list[memoryview]) -> tuple[int, dict[str, str]]:
+    """states.safetensors from pieces of memory, to an open file: its size, and the checksum of each tensor.
 
     The safetensors library wants whole contiguous tensors in memory, and a second pass over them for the checksums.
     """
     header, offset, checksums = {}, 0, {}
     for part in parts:
-        end = offset + sum(nbytes for _, nbytes in part.ranges)
+        end = offset + sum(nbytes for *_, nbytes in part.ranges)
         header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -109,11 +111,11 @@ def write_states(file: int, parts: list[Tensor], data: memoryview) -> tuple[int,
     write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
     for part in parts:
         digest = hashlib.sha256()
-        for place, nbytes in part.ranges:
+        for piece, place, nbytes in part.ranges:
             for start in range(place, place + nbytes, _HASHED):
-                piece = data[start : min(start + _HASHED, place + nbytes)]
-                digest.update(piece)
-                write_all(file, piece)
+                data = pieces[piece][start : min(start + _HASHED, place + nbytes)]
+                digest.update(data)
+                write_all(file, data)
         checksums[part.name] = contract.CHECKSUM_PREFIX + digest.hexdigest()
     return 8 + len(text) + offset, checksums
 

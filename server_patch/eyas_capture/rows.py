@@ -2,49 +2,84 @@
 
 import mmap
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from eyas_capture.memory import SharedMemory
+from eyas_capture.memory import Piece, SharedMemory
 from eyas_capture.refusals import Drift
 
 _ID_BYTES = 8  # of a token id
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
-_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 class Layout(NamedTuple):
-    """What the rows of a pass look like: (name, dtype, H, bytes of a row) of each tensor, and the bytes of all."""
+    """What the rows of a pass look like: (name, dtype, H, bytes of a row) of each tensor."""
 
-    tensors: list[tuple[str, torch.dtype, int, int]]
-    row_bytes: int
+    tensors: tuple[tuple[str, torch.dtype, int, int], ...]
+    row_bytes: int  # of all tensors and the id
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> "Layout":
         """Of tensors [rows, H]. Raises Drift for a dtype that dumps don't have."""
         if unknown := [f"{name} {rows.dtype}" for name, rows in named.items() if rows.dtype not in _DTYPES]:
             raise Drift(f"captured rows are neither float32, bfloat16 nor float16: {unknown}")
-        tensors = [
+        tensors = tuple(
             (name, rows.dtype, rows.shape[1], rows.shape[1] * rows.element_size()) for name, rows in named.items()
-        ]
-        return cls(tensors, sum(row for *_, row in tensors))
+        )
+        return cls(tensors, sum(row for *_, row in tensors) + _ID_BYTES)
+
+    def bytes_for(self, tokens: int, count: int) -> int:
+        """Host memory for a prompt of `tokens` and `count` rows of it."""
+        return tokens * _ID_BYTES + count * self.row_bytes
+
+    @property
+    def words(self) -> list[tuple[str, str, int, int]]:
+        """The tensors in the words of publisher.py."""
+        return [(name, _DTYPES[dtype], width, row) for name, dtype, width, row in self.tensors]
 
 
-class Buffers(NamedTuple):
-    """Memory for a prompt of S tokens and rows of it: ids [count] int64, rows [count, H] by name.
+class PassRows:
+    """Prompts, and rows of one pass, in a piece of the shared memory: until the last dump that needs them is written.
 
-    They lie in `piece`, (offset, bytes) of the shared memory. Where in it each begins, `places` tells in the words of
-    publisher.py. Not to be touched any more after `release()`.
+    `prompts` are their places in the piece, `rows` the first row of each part, in the order they were given. `holders`
+    is for the forward pass to set, before any dump is submitted; `release` for the writer to call, once for each.
     """
 
-    ids: torch.Tensor
-    rows: dict[str, torch.Tensor]
-    piece: tuple[int, int]
-    places: dict[str, Any]
-    release: Callable[[], None]
+    def __init__(self, memory: SharedMemory, piece: Piece, layout: Layout, prompts: list[int], count: int) -> None:
+        self.layout, self.prompts = layout, prompts
+        self.rows: list[int] = []
+        self.holders = 0
+        self._memory, self._piece, self._count = memory, piece, count
+        self._ids = prompts.pop()  # where the next one would be
+        self._places, place = [], self._ids + count * _ID_BYTES
+        for *_, row in layout.tensors:
+            self._places.append(place)
+            place += count * row
+
+    @property
+    def words(self) -> tuple[int, int, int, list[int]]:
+        """(offset, bytes) of the piece, and where in it ids and tensors begin, for publisher.py."""
+        return self._piece.offset, self._piece.size, self._ids, self._places
+
+    def tensors(self) -> list[torch.Tensor]:
+        """ids [count] int64, and [count, H] of each tensor."""
+        mapping, count = self._piece.mapping, self._count
+        if not count:
+            return []
+        found = [torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=self._ids)]
+        for (_, dtype, width, _), place in zip(self.layout.tensors, self._places, strict=True):
+            values = torch.frombuffer(mapping, dtype=dtype, count=count * width, offset=place)
+            found.append(values.view(count, width))
+        return found
+
+    def release(self) -> None:
+        """One dump less."""
+        self.holders -= 1
+        if not self.holders:
+            self._memory.put(self._piece)
 
 
 class RowCopier:
@@ -60,37 +95,53 @@ class RowCopier:
         self._memory = memory
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def bytes_for(self, tokens: int, count: int, layout: Layout) -> int:
-        """Host memory that `buffers` takes for a prompt of `tokens` and `count` rows of it.
+    def copy(
+        self,
+        prompts: Sequence[array],
+        parts: Sequence[tuple[int, int]],
+        input_ids: torch.Tensor,
+        named: Mapping[str, torch.Tensor],
+        layout: Layout,
+    ) -> PassRows:
+        """Prompts, and rows [offset, offset + count) of a pass for each part, ascending. Raises OSError.
 
-        Rounded up to whole pages, and by a quarter at most, so that a piece fits the prompts of about that length that
-        come later.
+        Rows of neighbouring parts are copied at once: many requests of a pass cost as few copies as one.
         """
-        need = (tokens + count) * _ID_BYTES + count * layout.row_bytes
-        step = max(mmap.PAGESIZE, 1 << max(0, need.bit_length() - 3))
-        return max(1, -(-need // step)) * step
+        runs: list[list[int]] = []
+        for offset, count in parts:
+            if runs and runs[-1][1] == offset:
+                runs[-1][1] += count
+            else:
+                runs.append([offset, offset + count])
+        rows = self._room(prompts, sum(stop - start for start, stop in runs), layout)
+        with self._copying():
+            sources, targets, done = [input_ids, *named.values()], rows.tensors(), 0
+            for start, stop in runs:
+                for target, source in zip(targets, sources, strict=True):
+                    target[done : done + stop - start].copy_(source[start:stop], non_blocking=True)
+                done += stop - start
+            if self._side is not None:
+                for source in sources:
+                    if source.is_cuda:
+                        source.record_stream(self._side)
+        row = 0
+        for _, count in parts:
+            rows.rows.append(row)
+            row += count
+        return rows
 
-    def buffers(self, tokens: array, count: int, layout: Layout) -> Buffers:
-        """Host memory, all in one piece, with a prompt in it and room for `count` rows. Raises OSError.
-
-        For no rows there are no tensors.
-        """
-        piece = self._memory.take(self.bytes_for(len(tokens), count, layout))
-        mapping, sent = piece.mapping, len(tokens) * _ID_BYTES
-        mapping[:sent] = tokens.tobytes()
-        offset, rows, places = sent + count * _ID_BYTES, {}, []
-        for name, dtype, width, row in layout.tensors:
-            if count:
-                values = torch.frombuffer(mapping, dtype=dtype, count=count * width, offset=offset)
-                rows[name] = values.view(count, width)
-            places.append((name, _DTYPES[dtype], width, row, offset))
-            offset += count * row
-        ids = _NO_IDS if not count else torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=sent)
-        found = {"sent": 0, "ids": sent, "rows": places}
-        return Buffers(ids, rows, (piece.offset, piece.size), found, lambda: self._memory.put(piece))
+    def _room(self, prompts: Sequence[array], count: int, layout: Layout) -> PassRows:
+        """With the prompts in it."""
+        places = [0]
+        for prompt in prompts:
+            places.append(places[-1] + len(prompt) * _ID_BYTES)
+        piece = self._memory.take(_rounded(places[-1] + count * layout.row_bytes))
+        for prompt, place in zip(prompts, places, strict=False):
+            piece.mapping[place : place + len(prompt) * _ID_BYTES] = prompt.tobytes()
+        return PassRows(self._memory, piece, layout, places, count)
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def _copying(self) -> Iterator[None]:
         """Copies made inside are ordered after what the current stream has done so far."""
         if self._side is None:
             yield
@@ -99,12 +150,6 @@ class RowCopier:
         with torch.cuda.stream(self._side):
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` into `target` of the same shape; inside `copying()` only."""
-        target.copy_(source, non_blocking=True)
-        if self._side is not None and source.is_cuda:
-            source.record_stream(self._side)
-
     def fence(self) -> Any:
         """Done when every copy so far has landed; None when they all have. Has `query()`."""
         if self._side is None:
@@ -112,3 +157,9 @@ class RowCopier:
         event = torch.cuda.Event()
         event.record(self._side)
         return event
+
+
+def _rounded(need: int) -> int:
+    """Up to whole pages, and by an eighth at most: a piece fits passes of about that size that come later."""
+    step = max(mmap.PAGESIZE, 1 << max(0, need.bit_length() - 4))
+    return max(1, -(-need // step)) * step

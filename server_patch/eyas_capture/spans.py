@@ -11,26 +11,26 @@ rows are nowhere) or rows computed again after a retraction (an overlap: the row
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from eyas_capture import contract
 
 
-@dataclass(frozen=True)
-class Take:
-    """Which rows of a pass are new: rows [skip, skip + count) of this request's chunk go to rows [at, at + count)."""
+class Part(NamedTuple):
+    """Prompt rows [start, stop): they begin at row `first` of `rows`, a `rows.PassRows`."""
 
-    skip: int
-    at: int
-    count: int
+    start: int
+    stop: int
+    rows: Any
+    first: int
 
 
 @dataclass(eq=False)
 class Assembly:
-    """The rows of one request so far.
+    """The rows of one request so far, in ascending parts.
 
-    `base` is the prompt position of row 0 of the buffers, which have room for the rest of the prompt. `fence` tells
-    when the last copy has landed.
+    `base` is the prompt position of the first row that can be kept. `prompt` is the `rows.PassRows` that has the prompt
+    itself, and where. `fence` tells when the last copy has landed.
     """
 
     counter: int
@@ -39,36 +39,39 @@ class Assembly:
     base: int
     nbytes: int = 0
     unfit: str | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    buffers: Any = None  # rows.Buffers
+    prompt: tuple[Any, int] | None = None
+    parts: list[Part] = field(default_factory=list)
     fence: Any = None
 
-    def take(self, start: int, stop: int) -> Take | None:
-        """Record that a pass computed prompt rows [start, stop); the part of them that is new, or None.
+    def new(self, start: int, stop: int) -> int | None:
+        """Where in prompt rows [start, stop), which a pass has computed, those begin that are new; None if none is.
 
         Rows below `base` come only when a request was retracted after a cache hit and the cache was emptied since. They
-        have no place in the buffers: the dump stays incomplete, as it was going to be.
+        are not kept: the dump stays incomplete, as it was going to be.
         """
-        at = max(start, self.spans[-1][1] if self.spans else self.base)
-        if stop <= at:
-            return None
-        self.spans.append((at, stop))
-        return Take(skip=at - start, at=at - self.base, count=stop - at)
+        at = max(start, self.parts[-1].stop if self.parts else self.base)
+        return at if at < stop else None
+
+    @property
+    def places(self) -> list[Any]:
+        """Every `rows.PassRows` that has something of this request, the prompt's first."""
+        rows = [part.rows for part in self.parts]
+        return list(dict.fromkeys([self.prompt[0], *rows] if self.prompt else rows))
 
     @property
     def ended(self) -> bool:
         """The prompt's last row is here, so no further pass will add any."""
-        return bool(self.spans) and self.spans[-1][1] == len(self.tokens)
+        return bool(self.parts) and self.parts[-1].stop == len(self.tokens)
 
     @property
     def row_count(self) -> int:
         """R, the rows captured."""
-        return sum(stop - start for start, stop in self.spans)
+        return sum(part.stop - part.start for part in self.parts)
 
     @property
     def from_cache(self) -> int:
         """Prompt tokens before the last captured row that no pass computed."""
-        return self.spans[-1][1] - self.row_count if self.spans else self.base
+        return self.parts[-1].stop - self.row_count if self.parts else self.base
 
     def reason(self) -> str | None:
         """Why the dump of an ended prefill is incomplete; None when every row is there."""

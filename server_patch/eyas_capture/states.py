@@ -7,28 +7,36 @@ from eyas_capture import contract
 _ID_BYTES = 8  # of a token id
 
 
+Range = tuple[int, int, int]  # piece of memory, offset in it, bytes
+
+
 class Tensor(NamedTuple):
-    """One of the file: its dtype as safetensors calls it, and the ranges (offset in the piece, bytes) it is made of."""
+    """One of the file: its dtype as safetensors calls it, and the ranges it is made of."""
 
     name: str
     dtype: str
     shape: list[int]
-    ranges: list[tuple[int, int]]
+    ranges: list[Range]
 
 
 def tensors(order: dict[str, Any]) -> list[Tensor]:
     """input_ids [S] and each tensor's captured rows [R, H] of a publisher's order, as they come in the file."""
-    spans, base = order["spans"], order["base"]
-    count = sum(stop - start for start, stop in spans)
-    found = [Tensor(contract.INPUT_IDS, "I64", [order["tokens"]], [(order["sent"], order["tokens"] * _ID_BYTES)])]
-    for name, dtype, width, row, place in order["rows"]:
-        ranges = [(place + (start - base) * row, (stop - start) * row) for start, stop in spans]
+    parts, places = order["parts"], [places for *_, places in order["memory"]]
+    count = sum(stop - start for start, stop, *_ in parts)
+    found = [Tensor(contract.INPUT_IDS, "I64", [order["tokens"]], [(0, order["sent"], order["tokens"] * _ID_BYTES)])]
+    for number, (name, dtype, width, row) in enumerate(order["rows"]):
+        ranges = [
+            (piece, places[piece][number] + first * row, (stop - start) * row) for start, stop, piece, first in parts
+        ]
         found.append(Tensor(name, dtype, [count, width], ranges))
     return found
 
 
-def same_tokens(order: dict[str, Any], data: memoryview) -> bool:
+def same_tokens(order: dict[str, Any], memory: list[memoryview]) -> bool:
     """Whether the ids the forward pass saw are the request's, row for row."""
-    sent, ids = order["sent"], order["ids"] - order["base"] * _ID_BYTES
-    bounds = [(start * _ID_BYTES, stop * _ID_BYTES) for start, stop in order["spans"]]
-    return all(bytes(data[sent + a : sent + b]) == bytes(data[ids + a : ids + b]) for a, b in bounds)
+    for start, stop, piece, first in order["parts"]:
+        size, sent = (stop - start) * _ID_BYTES, order["sent"] + start * _ID_BYTES
+        seen = order["memory"][piece][2] + first * _ID_BYTES
+        if bytes(memory[0][sent : sent + size]) != bytes(memory[piece][seen : seen + size]):
+            return False
+    return True

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
 MOST_PROCESSES = 4  # some hash while others wait for the disk
-_KEPT_BYTES = 256 << 20  # of host memory kept for reuse, however long the queue may be
-_MOST_WAITING = 16_384  # dumps: each is a piece of memory, of which a process may have 65,530, and a descriptor
+_KEPT_BYTES = 256 << 20  # of host memory kept for reuse, if it isn't pinned: pinning takes longer than copying
+_MOST_WAITING = 16_384  # dumps, or pieces of memory: a process may have 65,530 of these, and each is a descriptor
 _TICK = 0.1  # seconds between looks at what was written while no forward pass ran
 _SLOW_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _TRIES = 3  # at a dump whose folder is deleted again and again
@@ -65,7 +65,8 @@ class Writer:
         self.state = contract.CAPTURING
         self.refused: list[str] = []
         self.queue_bytes = queue_bytes
-        self.memory = SharedMemory(min(_KEPT_BYTES, queue_bytes // 4), device)
+        pinned = device is not None and device.type == "cuda"
+        self.memory = SharedMemory(queue_bytes // 4 if pinned else min(_KEPT_BYTES, queue_bytes // 4), device)
         self.ending = False  # no more rows are taken
         self._device = device
         self._most_waiting = min(_MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -103,7 +104,8 @@ class Writer:
         """Claim room for rows; False when the disk is too slow and the user said skip, or waiting took too long.
 
         Waits only for dumps that are already submitted. Rows of prompts that are still being prefilled can't leave
-        before the forward pass that waits here goes on, so for them the limit gives way (and the peak shows it).
+        before the forward pass that waits here goes on, so for them the limit gives way (and the peak shows it). What
+        is counted are rows; their memory is given back a pass at a time.
         """
         if self._full(nbytes):
             self.look()  # perhaps it isn't any more
@@ -130,8 +132,8 @@ class Writer:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many dumps wait that there is not even a place for one without rows."""
-        return self._waiting >= self._most_waiting
+        """Whether so many dumps wait, or have memory, that there is not even a place for one without rows."""
+        return max(self._waiting, self.memory.in_use) >= self._most_waiting
 
     def lose(self, assembly: Assembly, why: str) -> None:
         """Count a dump that will not be written, whatever became of it, and give back what it held."""
@@ -142,9 +144,9 @@ class Writer:
 
     def _free(self, assembly: Assembly) -> None:
         self.totals.queue_bytes -= assembly.nbytes
-        if assembly.buffers is not None:
-            assembly.buffers.release()
-            assembly.buffers = None
+        for rows in assembly.places:
+            rows.release()
+        assembly.prompt, assembly.parts = None, []
 
     def submit(self, assembly: Assembly, reason: str | None) -> None:
         """Hand a dump over for writing, from the next `look` on; `reason` None means complete.
@@ -272,7 +274,8 @@ class Writer:
 
 def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
     """In the words of publisher.py."""
-    assembly = dump.assembly
+    assembly, places = dump.assembly, dump.assembly.places
+    assert assembly.prompt is not None
     return {
         "folder": os.fspath(identity.folder),
         "writer_id": identity.writer_id,
@@ -280,9 +283,9 @@ def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
         "request_id": assembly.request_id,
         "reason": dump.reason,
         "tokens": len(assembly.tokens),
-        "base": assembly.base,
-        "spans": assembly.spans,
         "cached": assembly.from_cache,
-        "memory": assembly.buffers.piece,
-        **assembly.buffers.places,
+        "memory": [rows.words for rows in places],
+        "sent": assembly.prompt[1],
+        "rows": places[0].layout.words,
+        "parts": [(start, stop, places.index(rows), first) for start, stop, rows, first in assembly.parts],
     }

@@ -160,6 +160,7 @@ def test_random_schedules_give_every_request_its_own_rows(bench: Bench, seed: in
         assert record["prefix_cached"] == first[r]
         assert record["complete"] == (first[r] == 0)
     assert sorted(record["counter"] for record in records.values()) == list(range(12))
+    assert bench.writer.memory.in_use == 0
 
 
 def test_numbers_are_given_in_the_order_of_first_rows(bench: Bench) -> None:

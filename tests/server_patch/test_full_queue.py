@@ -22,7 +22,7 @@ def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
 ) -> None:
     disk = SlowDisk(tmp_path / "disk", monkeypatch)
     disk.wait()
-    bench = Bench(tmp_path / "dumps", queue_bytes=20_000)
+    bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
     for name in ("fits", "skipped"):
         bench.run([(Request(name, 150), 0, 150)])
     disk.go_on()
@@ -31,7 +31,43 @@ def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
     records = bench.end()
     assert records["skipped"]["incomplete_reason"] == contract.QUEUE_FULL and records["skipped"]["spans"] == []
     assert records["fits"]["complete"] and records["later"]["complete"]
-    assert bench.totals["queue_peak_bytes"] <= 20_000 and bench.totals["queue_bytes"] == 0
+    assert bench.totals["queue_peak_bytes"] <= 15_000 and bench.totals["queue_bytes"] == 0
+
+
+def test_a_prefill_that_has_begun_is_finished_however_full_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what there is no room for in the same passes costs nobody else a row."""
+    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+    disk.wait()
+    bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
+    long, before = Request("long", 120), Request("before", 60)
+    bench.run([(long, 0, 30), (before, 0, 60)])
+    bench.run([(Request("first", 100), 0, 100), (long, 30, 80), (Request("last", 90), 0, 90)])
+    bench.run([(long, 80, 120)])
+    disk.go_on()
+    records = bench.end()
+    assert records["long"]["complete"] and records["before"]["complete"]
+    for name in ("first", "last"):
+        assert records[name]["incomplete_reason"] == contract.QUEUE_FULL and records[name]["spans"] == []
+    assert bench.writer.memory.in_use == 0
+
+
+def test_memory_that_cannot_be_had_half_way_costs_the_prompts_of_that_pass(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    long = Request("long", 60)
+    bench.run([(long, 0, 30), (Request("before", 9), 0, 9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.writer.memory, "take", take)
+        bench.run([(long, 30, 60), (Request("new", 9), 0, 9)])
+    bench.run([(Request("later", 50), 0, 50)])
+    assert bench.end().keys() == {"before", "later"}
+    assert bench.totals["lost"] == {os.strerror(errno.ENOMEM): 2}
+    assert bench.totals["queue_bytes"] == 0 and bench.totals["pending"] == 0 and bench.writer.memory.in_use == 0
 
 
 def test_a_prefill_without_memory_to_be_had_is_answered_and_counted_as_lost(

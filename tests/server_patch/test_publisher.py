@@ -18,9 +18,9 @@ from eyas_capture import contract, publisher, writer
 from eyas_capture.handover import Handover, _Order
 from eyas_capture.identity import Identity, process_start_time
 from eyas_capture.states import tensors
-from eyas_capture.writer import Writer
+from eyas_capture.writer import Writer, _Dump, _order
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, publishers, submit, totals, until_written, whole
+from tests.server_patch.writers import PAGE, filled, publishers, submit, tensors_of, totals, until_written, whole
 
 
 @pytest.mark.parametrize("kills", [1, 2])
@@ -154,7 +154,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from eyas_capture.identity import Identity
-from eyas_capture.writer import Writer
+from eyas_capture.writer import Writer, _Dump, _order
 from tests.server_patch.writers import filled, submit
 one = Writer(Identity(Path({folder!r}), None, {{}}), 1 << 20, True)
 one.start(lambda: None)
@@ -240,16 +240,15 @@ def test_a_dump_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.Monk
 
     one = Writer(Identity(tmp_path, None, {}), 1 << 20, True)
     assembly = filled(one, 10, ((2, 4), (7, 9)))
-    rows = assembly.buffers.rows[contract.FINAL].clone()
-    order = {"tokens": 10, "base": assembly.base, "spans": assembly.spans, **assembly.buffers.places}
-    offset, size = assembly.buffers.piece
-    data = memoryview(os.pread(one.memory.descriptor, size, offset))
+    rows = tensors_of(assembly)[contract.FINAL]
+    order = _order(_Dump(assembly, None), one.identity)
+    memory = [memoryview(os.pread(one.memory.descriptor, size, offset)) for offset, size, *_ in order["memory"]]
     with open(tmp_path / "states", "wb") as file, monkeypatch.context() as patch:
         patch.setattr(publisher.os, "write", short)
-        nbytes, checksums = publisher.write_states(file.fileno(), tensors(order), data)
+        nbytes, checksums = publisher.write_states(file.fileno(), tensors(order), memory)
     found = load_file(tmp_path / "states")
     assert nbytes == (tmp_path / "states").stat().st_size
     assert found[contract.INPUT_IDS].tolist() == list(range(100, 110))
-    assert torch.equal(found[contract.FINAL], torch.cat([rows[0:2], rows[5:7]]))
+    assert torch.equal(found[contract.FINAL], rows)
     raw = found[contract.FINAL].view(torch.uint8).numpy().tobytes()
     assert checksums[contract.FINAL] == contract.tensor_checksum(raw)

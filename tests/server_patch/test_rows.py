@@ -1,4 +1,4 @@
-"""Host memory for rows: in one piece, used again, never by two at a time."""
+"""Host memory for the rows of a pass: copied into one piece, used again, never by two at a time."""
 
 import mmap
 import os
@@ -7,108 +7,123 @@ from array import array
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eyas_capture.memory import SharedMemory
 from eyas_capture.refusals import Drift
-from eyas_capture.rows import Buffers, Layout, RowCopier
+from eyas_capture.rows import Layout, PassRows, RowCopier
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+NAMES = ("after_block_1", "after_block_2", "final")
 
 
-def like(width: int, dtype: torch.dtype) -> Layout:
-    return Layout.of(
-        {name: torch.empty(0, width, dtype=dtype) for name in ("after_block_1", "after_block_2", "final")}
-    )
+def a_pass(rows: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """ids and captured rows."""
+    return torch.randint(0, 1000, (rows,)), {name: torch.randn(rows, width).to(dtype) for name in NAMES}
 
 
-def taken(copier: RowCopier, count: int, layout: Layout, first: int = 0) -> Buffers:
-    return copier.buffers(array("q", range(first, first + count)), count, layout)
+def copied(memory: SharedMemory, rows: int, width: int = 16, dtype: torch.dtype = torch.float32) -> PassRows:
+    """A pass of one request, whole."""
+    ids, named = a_pass(rows, width, dtype)
+    made = RowCopier(CPU, memory).copy([array("q", range(rows))], [(0, rows)], ids, named, Layout.of(named))
+    made.holders = 1
+    return made
 
 
-def fill(buffers: Buffers, value: int) -> None:
-    for tensor in (buffers.ids, *buffers.rows.values()):
-        tensor.fill_(value)
-
-
-def holds(buffers: Buffers, value: int) -> bool:
-    return all(bool((tensor == value).all()) for tensor in (buffers.ids, *buffers.rows.values()))
-
-
-def place(memory: SharedMemory, buffers: Buffers) -> bytes:
-    """What another process finds there."""
-    offset, size = buffers.piece
+def there(memory: SharedMemory, rows: PassRows) -> bytes:
+    """What another process finds in the piece."""
+    offset, size, *_ = rows.words
     return os.pread(memory.descriptor, size, offset)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_prompts_under_way_never_share_memory(dtype: torch.dtype) -> None:
-    """Of random lengths, taken and released in random order, as by the forward thread and the writers."""
-    rng, copier, open_ = random.Random(0), RowCopier(CPU, SharedMemory(MIB)), []
-    for number in range(300):
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),  # rows left out before, and rows
+    prompts=st.lists(st.integers(0, 12), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    packed=st.booleans(),
+)
+def test_another_process_finds_exactly_the_parts_of_a_pass_where_it_is_told(
+    parts: list[tuple[int, int]], prompts: list[int], dtype: torch.dtype, packed: bool
+) -> None:
+    """Also where the parts have gaps (other people's requests), and where the pass gave its rows side by side."""
+    memory, places, end = SharedMemory(), [], 0
+    for gap, count in parts:
+        places.append((end + gap, count))
+        end += gap + count
+    ids, named = a_pass(end + 2, 4, dtype)
+    if packed:
+        named = dict(zip(NAMES, torch.cat(list(named.values()), dim=-1).split(4, dim=-1), strict=True))
+    sent = [array("q", range(100 * n, 100 * n + length)) for n, length in enumerate(prompts)]
+    layout = Layout.of(named)
+    rows = RowCopier(CPU, memory).copy(sent, places, ids, named, layout)
+    found, (_, _, ids_at, tensors_at) = there(memory, rows), rows.words
+    for prompt, at in zip(sent, rows.prompts, strict=True):
+        assert found[at : at + 8 * len(prompt)] == prompt.tobytes()
+    for (offset, count), first in zip(places, rows.rows, strict=True):
+        part = slice(offset, offset + count)
+        assert found[ids_at + 8 * first : ids_at + 8 * (first + count)] == ids[part].numpy().tobytes()
+        for (name, _, width, row), at in zip(layout.words, tensors_at, strict=True):
+            raw = named[name][part].contiguous().view(torch.uint8).numpy().tobytes()
+            assert width == 4 and found[at + first * row : at + (first + count) * row] == raw
+
+
+def test_passes_under_way_never_share_memory() -> None:
+    """Of random lengths, taken and released in random order, as by the forward thread and the writer."""
+    rng, memory, open_ = random.Random(0), SharedMemory(MIB), []
+    for _ in range(300):
         if open_ and rng.random() < 0.5:
-            value, buffers = open_.pop(rng.randrange(len(open_)))
-            assert holds(buffers, value)
-            buffers.release()
-        count = rng.choice([1, 7, 64, 65, 300])
-        buffers = taken(copier, count, like(16, dtype))
-        assert buffers.ids.shape == (count,) and buffers.ids.dtype == torch.int64
-        assert all(rows.shape == (count, 16) and rows.dtype == dtype for rows in buffers.rows.values())
-        assert all(rows.is_contiguous() for rows in buffers.rows.values())
-        fill(buffers, number % 200)
-        open_.append((number % 200, buffers))
-    assert all(holds(buffers, value) for value, buffers in open_)
+            rows, before = open_.pop(rng.randrange(len(open_)))
+            assert there(memory, rows) == before
+            rows.release()
+        rows = copied(memory, rng.choice([1, 7, 64, 65, 300]))
+        open_.append((rows, there(memory, rows)))
+    assert all(there(memory, rows) == before for rows, before in open_)
 
 
-def test_released_memory_is_used_again_by_prompts_of_about_that_length() -> None:
-    copier, rows = RowCopier(CPU, SharedMemory(MIB)), like(64, torch.float32)
-    first = taken(copier, 100, rows)
-    address = first.ids.data_ptr()
+def test_a_piece_is_given_back_by_the_last_dump_that_needs_it() -> None:
+    memory = SharedMemory(MIB)
+    rows = copied(memory, 40)
+    rows.holders = 3
+    for left in (2, 1):
+        rows.release()
+        assert rows.holders == left and memory._bytes == 0
+    rows.release()
+    assert memory._bytes == rows.words[1]
+
+
+def test_released_memory_is_used_again_by_passes_of_about_that_size() -> None:
+    memory = SharedMemory(MIB)
+    first = copied(memory, 1000, 64)
     first.release()
-    assert copier.bytes_for(101, 101, rows) == copier.bytes_for(100, 100, rows)
-    assert taken(copier, 101, rows).ids.data_ptr() == address + 8
+    assert copied(memory, 1001, 64).words[:2] == first.words[:2]
 
 
-def test_what_is_kept_for_later_is_bounded_and_follows_the_lengths_that_come() -> None:
-    copier = RowCopier(CPU, SharedMemory(MIB))
-    for count in (100, 200, 300, 500, 900, 1700):
-        pieces = [taken(copier, count, like(64, torch.float32)) for _ in range(8)]
-        for piece in pieces:
-            piece.release()
-        assert copier._memory._bytes <= MIB
-    assert copier._memory._free.get(copier.bytes_for(900, 900, like(64, torch.float32)))
+def test_what_is_kept_for_later_is_bounded_and_follows_the_sizes_that_come() -> None:
+    memory, size = SharedMemory(MIB), 0
+    for count in (100, 200, 300, 500, 900, 1100):
+        passes = [copied(memory, count, 64) for _ in range(8)]
+        for rows in passes:
+            rows.release()
+        size = passes[0].words[1]
+        assert memory._bytes <= MIB
+    assert memory._free.get(size)
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 1000, 12345])
-def test_the_memory_that_is_counted_is_the_memory_that_is_taken(count: int) -> None:
-    """And at most a quarter more than the rows need."""
-    copier, rows = RowCopier(CPU, SharedMemory()), like(24, torch.bfloat16)
-    need = count * (8 + 8 + 3 * 24 * 2)
-    assert need <= copier.bytes_for(count, count, rows) <= max(1.25 * need, mmap.PAGESIZE)
-    assert taken(copier, count, rows).piece[1] == copier.bytes_for(count, count, rows)
-
-
-def test_another_process_finds_the_rows_where_it_is_told_they_are() -> None:
-    memory = SharedMemory(MIB)
-    copier, rng = RowCopier(CPU, memory), random.Random(1)
-    for count in (1, 7, 300, 2000):
-        buffers = taken(copier, count, like(16, torch.bfloat16), first=rng.randrange(100))
-        for tensor in (buffers.ids, *buffers.rows.values()):
-            tensor.fill_(rng.randrange(100))
-        found = place(memory, buffers)
-        assert len(found) == copier.bytes_for(count, count, like(16, torch.bfloat16))
-        sent, ids = buffers.places["sent"], buffers.places["ids"]
-        assert found[ids : ids + 8 * count] == buffers.ids.numpy().tobytes()
-        prompt = array("q", found[sent : sent + 8 * count])
-        assert prompt == array("q", range(prompt[0], prompt[0] + count))
-        for name, dtype, width, row, offset in buffers.places["rows"]:
-            raw = buffers.rows[name].view(torch.uint8).numpy().tobytes()
-            assert (dtype, width, row) == ("BF16", 16, 32) and found[offset : offset + row * count] == raw
+def test_a_piece_is_little_more_than_what_is_counted(count: int) -> None:
+    """An eighth at most, or what is missing to whole pages."""
+    _, named = a_pass(0, 24, torch.bfloat16)
+    need = Layout.of(named).bytes_for(count, count)
+    assert need == count * (8 + 8 + 3 * 24 * 2)
+    size = copied(SharedMemory(), count, 24, torch.bfloat16).words[1]
+    assert size % mmap.PAGESIZE == 0 and need <= size <= max(1.125 * need, need + mmap.PAGESIZE)
 
 
 def test_rows_of_a_dtype_that_dumps_do_not_have_are_refused() -> None:
     with pytest.raises(Drift, match="float64"):
-        like(16, torch.float64)
+        Layout.of(a_pass(3, 16, torch.float64)[1])
 
 
 def test_memory_that_is_not_kept_is_given_back_at_once() -> None:

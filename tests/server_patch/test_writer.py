@@ -15,16 +15,18 @@ from safetensors.torch import load_file
 
 from eyas_capture import contract, identity, writer
 from eyas_capture.identity import Identity, process_start_time, sweep_partials
+from eyas_capture.spans import Part
 from eyas_capture.writer import Writer
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, submit, totals, until_written
+from tests.server_patch.writers import PAGE, filled, submit, tensors_of, totals, until_written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_the_library_reads_is_what_was_captured(made: Callable[..., Writer], dtype: torch.dtype) -> None:
     one = made()
     assembly = filled(one, dtype=dtype)
-    rows = {name: tensor.clone() for name, tensor in assembly.buffers.rows.items()}
+    rows = tensors_of(assembly)
+    del rows["ids"]
     submit(one, assembly, None)
     assert one.stop(10)
     folder = one.identity.folder / contract.dump_name(0)
@@ -44,7 +46,7 @@ def test_what_the_library_reads_is_what_was_captured(made: Callable[..., Writer]
 def test_an_incomplete_dump_holds_the_rows_of_its_spans_in_order(made: Callable[..., Writer]) -> None:
     one = made()
     assembly = filled(one, 10, ((2, 4), (7, 9)))
-    rows = assembly.buffers.rows[contract.FINAL].clone()
+    rows = tensors_of(assembly)[contract.FINAL]
     submit(one, assembly, contract.ABORTED)
     assert one.stop(10)
     folder = one.identity.folder / contract.dump_name(0)
@@ -52,13 +54,13 @@ def test_an_incomplete_dump_holds_the_rows_of_its_spans_in_order(made: Callable[
     assert not record["complete"] and record["incomplete_reason"] == contract.ABORTED
     assert record["spans"] == [[2, 4], [7, 9]] and record["tokens"] == 10 and record["prefix_cached"] == 5
     final = load_file(folder / contract.STATES_FILE)[contract.FINAL]
-    assert torch.equal(final, torch.cat([rows[0:2], rows[5:7]]))
+    assert torch.equal(final, rows)
 
 
 def test_rows_of_other_tokens_are_never_published_as_complete(made: Callable[..., Writer]) -> None:
     one = made()
     assembly = filled(one)
-    assembly.buffers.ids[3] += 1
+    assembly.parts[0].rows.tensors()[0][3] += 1
     submit(one, assembly, None)
     assert one.stop(10)
     assert totals(one)["incomplete"] == {contract.TOKENS_DIFFER: 1}
@@ -116,13 +118,14 @@ def test_waiting_for_the_disk_ends_before_sglangs_watchdog(
 def test_very_many_small_dumps_are_a_full_queue_too(
     disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process may have only so many pieces of memory."""
+    """A process may have only so many pieces of memory, and a dump may be in many of them."""
     disk.wait()
     monkeypatch.setattr(writer, "_MOST_WAITING", 3)
     one = made(wait=False)
     assert not one.crowded
-    for _ in range(3):
-        submit(one, filled(one), None)
+    submit(one, filled(one), None)
+    assert one.reserve(PAGE)
+    submit(one, filled(one, spans=((0, 2), (2, 6))), None)
     assert not one.reserve(PAGE)
     disk.go_on()
     until_written(one)
@@ -156,9 +159,9 @@ def test_a_defect_in_writing_costs_one_dump_and_none_after_it(made: Callable[...
     one = made()
     wrong = filled(one)
     if where == "the forward pass":
-        wrong.buffers.places["ids"] = object()  # nothing that can be sent
+        wrong.prompt = wrong.parts[0].rows, object()  # nothing that can be sent
     else:
-        wrong.buffers.places["ids"] = "nowhere"
+        wrong.prompt = wrong.parts[0].rows, "nowhere"
     submit(one, wrong, None)
     for _ in range(4):
         submit(one, filled(one), None)
@@ -169,8 +172,10 @@ def test_a_defect_in_writing_costs_one_dump_and_none_after_it(made: Callable[...
 
 def test_an_order_too_long_to_send_costs_one_dump(made: Callable[..., Writer]) -> None:
     one = made(queue_bytes=1 << 30)
-    spans = tuple((2 * k, 2 * k + 1) for k in range(40_000))  # no prompt is prefilled so, but nothing may stop either
-    submit(one, filled(one, 80_000, spans), contract.PREFIX_CACHE)
+    long = filled(one, 80_000, ((0, 1),))
+    rows = long.parts[0].rows  # no prompt is prefilled so, but nothing may stop either
+    long.parts = [Part(2 * k, 2 * k + 1, rows, 0) for k in range(40_000)]
+    submit(one, long, contract.PREFIX_CACHE)
     submit(one, filled(one), None)
     assert one.stop(10)
     assert totals(one)["complete"] == 1 and sum(totals(one)["lost"].values()) == 1
@@ -249,7 +254,7 @@ def test_rows_still_on_their_way_from_a_gpu_are_not_written(made: Callable[..., 
     submit(one, late, None)
     time.sleep(0.3)
     assert not list(one.identity.folder.glob("*req_*"))
-    late.buffers.rows[contract.FINAL].fill_(7)
+    late.parts[0].rows.tensors()[-1].fill_(7)
     fence.passed = True
     ends = time.monotonic() + 10  # the tick
     while not list(one.identity.folder.glob("req_*")) and time.monotonic() < ends:

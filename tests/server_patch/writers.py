@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from eyas_capture import contract
 from eyas_capture.rows import Layout, RowCopier
-from eyas_capture.spans import Assembly
+from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import Writer
 
 H = 8
@@ -26,21 +26,28 @@ def no_tick() -> None:
 def filled(
     to: Writer, tokens: int = 6, spans: tuple[tuple[int, int], ...] = ((0, 6),), dtype: torch.dtype = torch.bfloat16
 ) -> Assembly:
-    """A request whose rows are all different, with room reserved for them."""
-    base, counter = spans[0][0], to.next_counter()
+    """A request whose rows are all different, each span from a pass of its own, with a page reserved for them."""
+    counter, prompt = to.next_counter(), array("q", range(100, 100 + tokens))
     copier = RowCopier(torch.device("cpu"), to.memory)
-    layout = Layout.of({name: torch.empty(0, H, dtype=dtype) for name in (contract.block_tensor(1), contract.FINAL)})
-    taken = copier.bytes_for(tokens, tokens - base, layout)
-    prompt = array("q", range(100, 100 + tokens))
-    assembly = Assembly(counter, f"rid-{counter}", prompt, base=base, nbytes=taken)
-    assert to.reserve(taken)
-    assembly.buffers = copier.buffers(prompt, tokens - base, layout)
-    assembly.buffers.ids.copy_(torch.arange(100 + base, 100 + tokens))
-    for rows in assembly.buffers.rows.values():
-        rows.copy_(torch.randn(rows.shape))
-    for span in spans:
-        assembly.take(*span)
+    assembly = Assembly(counter, f"rid-{counter}", prompt, base=spans[0][0], nbytes=PAGE)
+    assert to.reserve(PAGE)
+    for number, (start, stop) in enumerate(spans):
+        count = stop - start
+        named = {name: torch.randn(count, H).to(dtype) for name in (contract.block_tensor(1), contract.FINAL)}
+        ids, prompts = torch.arange(100 + start, 100 + stop), [prompt] if number == 0 else []
+        rows = copier.copy(prompts, [(0, count)], ids, named, Layout.of(named))
+        rows.holders = 1
+        if number == 0:
+            assembly.prompt = rows, rows.prompts[0]
+        assembly.parts.append(Part(start, stop, rows, 0))
     return assembly
+
+
+def tensors_of(assembly: Assembly) -> dict[str, torch.Tensor]:
+    """The rows in memory [R, H] of each tensor by name, and the `ids` [R]: copies."""
+    parts = [part.rows.tensors() for part in assembly.parts]
+    names = ["ids", *(name for name, *_ in assembly.parts[0].rows.layout.tensors)]
+    return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}
 
 
 def submit(to: Writer, assembly: Assembly, reason: str | None) -> None:
