@@ -7,6 +7,7 @@ business.
 
 import logging
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from eyas_capture.refusals import Drift
 from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.settings import OPTED_IN
 from eyas_capture.spans import Assembly, Part
-from eyas_capture.writer import Writer
+from eyas_capture.writer import LONGEST_BLOCK, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Capture:
         self._mode = mode
         self._writer = writer
         self._copier = RowCopier(device, writer.memory) if writer is not None else None
-        self._requests: dict[str, Any] = {}
+        self._requests: list[Any] = []  # of the batch that was announced
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
         self._unusable = False  # it could not, so this rank runs the stock path from then on
@@ -61,7 +62,7 @@ class Capture:
         try:
             self._announce(requests, forward_batch)
         except Exception as error:  # as in forward: the server must not notice
-            self._requests = {}
+            self._requests = []
             self.give_up(f"{type(error).__name__}: {error}")
 
     def _announce(self, requests: list[Any], forward_batch: Any) -> None:
@@ -72,7 +73,7 @@ class Capture:
                 "a prefill went past the capture hooks (a compiled or graphed path?): its requests have no dump. "
                 "writer.json counts it in totals.unseen_passes",
             )
-        self._requests = {request.rid: request for request in requests}
+        self._requests = list(requests)
         self._expected = bool(self._chunks(forward_batch))
         if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
             for request in requests:
@@ -120,10 +121,12 @@ class Capture:
         if not forward_batch.forward_mode.is_extend_without_speculative() or forward_batch.rids is None:
             return []
         chunks, offset = [], 0
-        for rid, length, start in zip(
-            forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, strict=True
+        for request, length, start in zip(
+            self._in_batch(forward_batch.rids),
+            forward_batch.extend_seq_lens_cpu,
+            forward_batch.extend_prefix_lens_cpu,
+            strict=True,
         ):
-            request = self._requests.get(rid)
             if request is not None and self._wanted(request):
                 length_of_prompt = len(request.origin_input_ids)
                 if start < length_of_prompt:
@@ -131,6 +134,13 @@ class Capture:
                     chunks.append(Chunk(request, offset, int(start), int(stop - start)))
             offset += int(length)
         return chunks
+
+    def _in_batch(self, rids: list[str]) -> list[Any]:
+        """The announced requests in the order of a pass, None for one that was not announced."""
+        if [request.rid for request in self._requests] == rids:
+            return self._requests  # by their places: a client may use an id twice
+        known = {request.rid: request for request in self._requests}
+        return [known.pop(rid, None) for rid in rids]
 
     def _wanted(self, request: Any) -> bool:
         if request.rid.startswith(contract.HEALTH_PREFIX):
@@ -161,13 +171,13 @@ class Capture:
         named = {contract.block_tensor(block): rows for block, rows in zip(self._layers.after_block, aux, strict=True)}
         named[contract.FINAL] = hidden
         assert self._writer is not None and self._copier is not None
-        layout = Layout.of(named)
+        layout, until = Layout.of(named), time.monotonic() + LONGEST_BLOCK
         with self._lock:
             begun: list[tuple[Any, Assembly]] = []
             kept: list[tuple[Chunk, Assembly, int]] = []
             for chunk in chunks:
                 assembly = self._open.get(chunk.request)
-                if assembly is None and (assembly := self._begun(chunk, layout)):
+                if assembly is None and (assembly := self._begun(chunk, layout, until)):
                     begun.append((chunk.request, assembly))
                 if assembly and assembly.nbytes:
                     at = assembly.new(chunk.start, chunk.start + chunk.length)
@@ -192,9 +202,12 @@ class Capture:
         try:
             rows = self._copier.copy([assembly.tokens for _, assembly in begun], parts, input_ids, named, layout)
         except OSError as error:
+            self._writer.tell("memory", "no host memory for the rows of a pass: %s", error)
             for request, assembly in assemblies:
-                self._forget(request, assembly)
-                self._writer.lose(assembly, error.strerror or str(error))
+                if assembly.prompt is not None:  # it keeps the rows it has, and they may not have landed yet
+                    self._close(request, assembly, contract.CAPTURE_FAILED)
+                elif self._forget(request, assembly):
+                    self._writer.lose(assembly, error.strerror or str(error))
             return
         rows.holders, fence = len(assemblies), self._copier.fence()
         for (_, assembly), place in zip(begun, rows.prompts, strict=True):
@@ -206,7 +219,7 @@ class Capture:
             if assembly.ended or not assembly.nbytes:
                 self._close(request, assembly, assembly.reason())
 
-    def _begun(self, chunk: Chunk, layout: Layout) -> Assembly | None:
+    def _begun(self, chunk: Chunk, layout: Layout, until: float) -> Assembly | None:
         """A new assembly for a request's first rows, without `nbytes` if there is no room; None if it has its dump."""
         request = chunk.request
         if request in self._done:
@@ -218,8 +231,10 @@ class Capture:
         assert self._writer is not None
         tokens = array("q", request.origin_input_ids)
         nbytes = layout.bytes_for(len(tokens), len(tokens) - chunk.start)
-        assembly = Assembly(self._writer.next_counter(), request.rid, tokens, base=chunk.start, unfit=_unfit(request))
-        if self._writer.reserve(nbytes):
+        assembly = Assembly(
+            self._writer.next_counter(), str(request.rid), tokens, base=chunk.start, unfit=_unfit(request)
+        )
+        if self._writer.reserve(nbytes, until):
             assembly.nbytes = nbytes
         elif self._writer.crowded:
             self._writer.lose(assembly, contract.QUEUE_FULL)
@@ -295,7 +310,7 @@ class Capture:
 
     def _submit(self, assembly: Assembly, reason: str | None) -> None:
         assert self._writer is not None
-        if assembly.prompt is None:  # its first copy failed: there is nothing to write
+        if assembly.prompt is None:  # nothing of it was copied: there is nothing to write
             self._writer.lose(assembly, reason or contract.CAPTURE_FAILED)
         else:
             self._writer.submit(assembly, reason)

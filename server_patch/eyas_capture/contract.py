@@ -30,7 +30,7 @@ ENV_DUMP_DIR = "SGLANG_HS_DUMP_DIR"
 ENV_AFTER_BLOCK = "SGLANG_HS_AFTER_BLOCK"  # block outputs, e.g. "2,30,58"
 ENV_CAPTURE_POINTS = "SGLANG_HS_CAPTURE_POINTS"  # the same in SGLang's numbering, e.g. "3,31,59"; not both
 ENV_MODE = "SGLANG_HS_MODE"  # "all" (default) or "opted-in"
-ENV_QUEUE_BYTES = "SGLANG_HS_QUEUE_BYTES"  # bound of rows in flight between the forward pass and the disk
+ENV_QUEUE_BYTES = "SGLANG_HS_QUEUE_BYTES"  # bound of host memory with rows between the forward pass and the disk
 ENV_WHEN_FULL = "SGLANG_HS_WHEN_FULL"  # "block" (default) or "skip"
 
 WRITER_FILE = "writer.json"
@@ -39,7 +39,8 @@ RECORD_FILE = "record.json"
 FINAL = "final"
 INPUT_IDS = "input_ids"
 CHECKSUM_PREFIX = "sha256:"
-PARTIAL_GLOB = ".req_*.partial"  # dumps being written, or left so by a crash
+PARTIAL_SUFFIX = ".partial"
+PARTIAL_GLOB = f".req_*{PARTIAL_SUFFIX}"  # dumps being written, or left so by a crash
 OPT_IN_PREFIX = "eyas-"  # request ids that are captured in mode "opted-in"
 HEALTH_PREFIX = "HEALTH_CHECK"  # never captured
 
@@ -65,7 +66,8 @@ BROKEN = "broken"  # capture stopped while serving went on: see `refused`
 STOPPED = "stopped"  # the server ended and the queue was drained
 WRITER_STATES = (CAPTURING, REFUSED, BROKEN, STOPPED)
 
-# Values of `incomplete_reason` (and keys of totals.incomplete). A reader may show any other text as it is.
+# Values of `incomplete_reason` and keys of totals.incomplete; of totals.lost too, when there was nothing to write. A
+# reader may show any other text as it is.
 PREFIX_CACHE = "prefix cache"  # SGLang reused cached rows: send a unique extra_key, or restart with the cache off
 ABORTED = "aborted"  # the request ended before its prompt was prefilled
 QUEUE_FULL = "queue full"  # the disk was slower than the prefill (SGLANG_HS_WHEN_FULL=skip, or blocked too long)
@@ -73,7 +75,7 @@ SERVER_STOPPED = "server stopped"
 ADAPTER = "lora adapter"  # the states are not the base model's
 NOT_ONLY_TOKENS = "not only tokens"  # images or input embeddings: the token ids do not determine the states
 TOKENS_DIFFER = "tokens differ"  # rows belong to other tokens than the request's: never use them
-CAPTURE_FAILED = "capture failed"
+CAPTURE_FAILED = "capture failed"  # half-way: no memory for further rows, or the capture has stopped
 INCOMPLETE_REASONS = (
     PREFIX_CACHE, ABORTED, QUEUE_FULL, SERVER_STOPPED, ADAPTER, NOT_ONLY_TOKENS, TOKENS_DIFFER, CAPTURE_FAILED,
 )  # fmt: skip
@@ -91,7 +93,7 @@ def dump_name(counter: int) -> str:
 
 def partial_name(counter: int) -> str:
     """Folder name of dump number `counter` while it is being written."""
-    return f".{dump_name(counter)}.partial"
+    return f".{dump_name(counter)}{PARTIAL_SUFFIX}"
 
 
 def parse_dump_name(name: str) -> int | None:

@@ -1,5 +1,6 @@
 """Who writes: the writer's id, its folder, and writer.json."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,6 +86,10 @@ def sweep_partials(dump_dir: Path) -> int:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         for partial in file.parent.glob(contract.PARTIAL_GLOB) if dead else ():
-            shutil.rmtree(partial, ignore_errors=True)
-            removed += 1
+            # A publisher outlives its scheduler by what it has been sent: it publishes this dump whole, or not at all.
+            aside = partial.with_name(f"{partial.name}{contract.PARTIAL_SUFFIX}")
+            with contextlib.suppress(OSError):
+                partial.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+                removed += 1
     return removed

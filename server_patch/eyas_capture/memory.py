@@ -27,10 +27,10 @@ class Piece:
 
 
 class SharedMemory:
-    """One file without a name, a piece of it for every prompt; pieces that are given back are kept for reuse.
+    """One file without a name, a piece of it for the rows of every pass; pieces that are given back are kept for reuse.
 
     Fresh memory costs the forward thread a page fault every 4 KiB, and giving it back interrupts every other thread of
-    the process: together more than copying the rows.
+    the process: together more than copying the rows. Pinning it for a GPU costs more still.
     """
 
     def __init__(self, kept_bytes: int = 0, device: torch.device | None = None) -> None:
@@ -38,48 +38,49 @@ class SharedMemory:
         self.descriptor = os.memfd_create("eyas-rows")
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, _SPACE)
+        self.in_use = 0  # pieces that were taken and not given back
+        self.bytes_in_use = 0
         self._kept_bytes = kept_bytes
         self._device = device
         self._pinned = device is not None and device.type == "cuda"
         self._offsets = 0
         self._lock = threading.Lock()
-        self._free: dict[int, list[Piece]] = {}
-        self._bytes = 0
-        self.in_use = 0  # pieces that were taken and not given back
+        self._kept: list[Piece] = []  # the longest unused first
+        self._bytes = 0  # of those
 
     def take(self, size: int) -> Piece:
-        """A piece of `size` bytes (whole pages), with anything in it. Raises OSError."""
+        """A piece of `size` bytes (whole pages) or up to twice as many, with anything in it. Raises OSError."""
         with self._lock:
-            if free := self._free.get(size):
-                self._bytes -= size
-                self.in_use += 1
-                return free.pop()
-            # Other sizes are asked for now than before: those that are kept would only add to the memory in use.
-            while self._bytes and size <= self._kept_bytes < self._bytes + size:
-                self._drop_one()
+            fits = [piece for piece in self._kept if size <= piece.size <= 2 * size]
+            if fits:
+                piece = min(fits, key=lambda piece: piece.size)
+                self._kept.remove(piece)
+                self._bytes -= piece.size
+                self._count(piece)
+                return piece
             offset, self._offsets = self._offsets, self._offsets + size
         mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
         piece = Piece(offset, size, mapping, self._pinned and self._pin(mapping))
         with self._lock:
-            self.in_use += 1
+            self._count(piece)
         return piece
+
+    def _count(self, piece: Piece, pieces: int = 1) -> None:
+        self.in_use += pieces
+        self.bytes_in_use += pieces * piece.size
 
     def put(self, piece: Piece) -> None:
         """Nobody reads or writes this piece any more."""
-        size = piece.size
+        dropped = []
         with self._lock:
-            self.in_use -= 1
-            if self._bytes + size <= self._kept_bytes and sum(map(len, self._free.values())) < _MOST_KEPT:
-                self._bytes += size
-                self._free.setdefault(size, []).append(piece)
-                return
-        self._drop(piece)
-
-    def _drop_one(self) -> None:
-        free = next(free for free in self._free.values() if free)
-        piece = free.pop()
-        self._bytes -= piece.size
-        self._drop(piece)
+            self._count(piece, -1)
+            self._kept.append(piece)
+            self._bytes += piece.size
+            while self._bytes > self._kept_bytes or len(self._kept) > _MOST_KEPT:
+                dropped.append(self._kept.pop(0))
+                self._bytes -= dropped[-1].size
+        for old in dropped:
+            self._drop(old)
 
     def _pin(self, mapping: mmap.mmap) -> bool:
         status = int(torch.cuda.cudart().cudaHostRegister(_address(mapping), len(mapping), 0))

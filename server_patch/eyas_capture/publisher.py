@@ -8,9 +8,9 @@ keeps messages whole. Each message is marshalled (both ends are the same Python,
 has no time for JSON):
 
     in    {"folder", "writer_id", "counter", "request_id", "reason": why the dump is incomplete, or None,
-           "tokens": S, "cached", "memory": [(offset, bytes, where the ids begin, [where each tensor begins]), ...]
-           of each piece of the shared memory, "sent": where the prompt begins in the first piece,
-           "rows": [(name, dtype, H, bytes of a row), ...] of each tensor,
+           "tokens": S, "cached", "memory": [(offset, bytes, where the ids of its rows begin, rows), ...] of each piece
+           of the shared memory, "sent": where the prompt begins in the first piece,
+           "rows": [(name, dtype, H, bytes of a row), ...] of each tensor: they follow the ids, one after the other,
            "parts": [(start, stop, piece, row), ...]: rows [start, stop) of the prompt begin at a row of a piece}
     out   {"counter", "bytes": of the file, "reason"} | {"counter", "gone": True}: somebody deleted the folder
            | {"counter", "error": why}
@@ -44,7 +44,7 @@ _LOOK = 5.0  # seconds between looks whether the scheduler is still there: a pro
 # once memory is fragmented, looking costs five times the copy.
 _CALL = 256 << 10  # bytes
 _HASHED = 4 << 20  # bytes hashed before they are written: few enough to be in the cache still
-_MAPPINGS = 64  # pieces kept in this process's addresses: the scheduler uses them again, for other prompts
+_MAPPINGS = 64  # pieces kept in this process's addresses: the scheduler uses them again, for other passes
 
 
 def publish(order: dict[str, Any], memory: int) -> dict[str, Any]:

@@ -54,32 +54,34 @@ class PassRows:
         self.holders = 0
         self._memory, self._piece, self._count = memory, piece, count
         self._ids = prompts.pop()  # where the next one would be
-        self._places, place = [], self._ids + count * _ID_BYTES
-        for *_, row in layout.tensors:
-            self._places.append(place)
-            place += count * row
 
     @property
-    def words(self) -> tuple[int, int, int, list[int]]:
-        """(offset, bytes) of the piece, and where in it ids and tensors begin, for publisher.py."""
-        return self._piece.offset, self._piece.size, self._ids, self._places
+    def words(self) -> tuple[int, int, int, int]:
+        """The piece in the words of publisher.py."""
+        return self._piece.offset, self._piece.size, self._ids, self._count
 
     def tensors(self) -> list[torch.Tensor]:
         """ids [count] int64, and [count, H] of each tensor."""
         mapping, count = self._piece.mapping, self._count
         if not count:
             return []
-        found = [torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=self._ids)]
-        for (_, dtype, width, _), place in zip(self.layout.tensors, self._places, strict=True):
+        found, place = [torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=self._ids)], self._ids
+        place += count * _ID_BYTES
+        for _, dtype, width, row in self.layout.tensors:
             values = torch.frombuffer(mapping, dtype=dtype, count=count * width, offset=place)
             found.append(values.view(count, width))
+            place += count * row
         return found
+
+    def discard(self) -> None:
+        """Nobody will hold it."""
+        self._memory.put(self._piece)
 
     def release(self) -> None:
         """One dump less."""
         self.holders -= 1
         if not self.holders:
-            self._memory.put(self._piece)
+            self.discard()
 
 
 class RowCopier:
@@ -114,21 +116,29 @@ class RowCopier:
             else:
                 runs.append([offset, offset + count])
         rows = self._room(prompts, sum(stop - start for start, stop in runs), layout)
-        with self._copying():
-            sources, targets, done = [input_ids, *named.values()], rows.tensors(), 0
-            for start, stop in runs:
-                for target, source in zip(targets, sources, strict=True):
-                    target[done : done + stop - start].copy_(source[start:stop], non_blocking=True)
-                done += stop - start
+        try:
+            self._copy(runs, [input_ids, *named.values()], rows.tensors())
+        except BaseException:
             if self._side is not None:
-                for source in sources:
-                    if source.is_cuda:
-                        source.record_stream(self._side)
+                self._side.synchronize()  # what is on its way must land before somebody else has the memory
+            rows.discard()
+            raise
         row = 0
         for _, count in parts:
             rows.rows.append(row)
             row += count
         return rows
+
+    def _copy(self, runs: list[list[int]], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        done = 0
+        with self._copying():
+            for start, stop in runs:
+                for target, source in zip(targets, sources, strict=True):
+                    target[done : done + stop - start].copy_(source[start:stop], non_blocking=True)
+                done += stop - start
+            if self._side is not None:
+                for source in filter(lambda source: source.is_cuda, sources):
+                    source.record_stream(self._side)
 
     def _room(self, prompts: Sequence[array], count: int, layout: Layout) -> PassRows:
         """With the prompts in it."""

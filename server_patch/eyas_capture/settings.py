@@ -22,7 +22,7 @@ class Settings:
     """Where to write, which block outputs, whose requests, and what to do when the disk is too slow.
 
     `after_block` is None when the user named no blocks: the model's depth decides then (layers.default_blocks).
-    `queue_bytes` bounds the rows between the forward pass and the disk.
+    `queue_bytes` bounds the memory with rows between the forward pass and the disk.
     """
 
     dump_dir: Path

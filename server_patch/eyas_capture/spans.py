@@ -74,7 +74,8 @@ class Assembly:
         return self.parts[-1].stop - self.row_count if self.parts else self.base
 
     def reason(self) -> str | None:
-        """Why the dump of an ended prefill is incomplete; None when every row is there."""
+        """Why the dump of an ended prefill is incomplete; None when every row is there, once and in order."""
         if self.unfit:
             return self.unfit
-        return contract.PREFIX_CACHE if self.row_count < len(self.tokens) else None
+        starts, stops = [part.start for part in self.parts], [part.stop for part in self.parts]
+        return None if [0, *stops] == [*starts, len(self.tokens)] else contract.PREFIX_CACHE

@@ -21,14 +21,14 @@ class Tensor(NamedTuple):
 
 def tensors(order: dict[str, Any]) -> list[Tensor]:
     """input_ids [S] and each tensor's captured rows [R, H] of a publisher's order, as they come in the file."""
-    parts, places = order["parts"], [places for *_, places in order["memory"]]
+    parts = order["parts"]
+    places = [ids + rows * _ID_BYTES for *_, ids, rows in order["memory"]]  # where a tensor begins in each piece
     count = sum(stop - start for start, stop, *_ in parts)
     found = [Tensor(contract.INPUT_IDS, "I64", [order["tokens"]], [(0, order["sent"], order["tokens"] * _ID_BYTES)])]
-    for number, (name, dtype, width, row) in enumerate(order["rows"]):
-        ranges = [
-            (piece, places[piece][number] + first * row, (stop - start) * row) for start, stop, piece, first in parts
-        ]
+    for name, dtype, width, row in order["rows"]:
+        ranges = [(piece, places[piece] + first * row, (stop - start) * row) for start, stop, piece, first in parts]
         found.append(Tensor(name, dtype, [count, width], ranges))
+        places = [place + rows * row for place, (*_, rows) in zip(places, order["memory"], strict=True)]
     return found
 
 

@@ -30,7 +30,7 @@ LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward 
 MOST_PROCESSES = 4  # some hash while others wait for the disk
 _KEPT_BYTES = 256 << 20  # of host memory kept for reuse, if it isn't pinned: pinning takes longer than copying
 _MOST_WAITING = 16_384  # dumps, or pieces of memory: a process may have 65,530 of these, and each is a descriptor
-_TICK = 0.1  # seconds between looks at what was written while no forward pass ran
+_TICK = 0.1  # seconds between looks at what was written, when no forward pass has looked since the last
 _SLOW_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
 _TRIES = 3  # at a dump whose folder is deleted again and again
 _QUIET = 10.0  # seconds between log lines about the same trouble
@@ -78,6 +78,7 @@ class Writer:
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
         self._looked = False  # since the last tick
+        self._stuck = False  # waiting for room took too long, and no dump has been written since
         self._told: dict[str, float] = {}
         self._published: tuple[Any, ...] = ()
         self._publishing = threading.Lock()
@@ -100,21 +101,24 @@ class Writer:
             self.totals.captured += 1
             return self.totals.captured - 1
 
-    def reserve(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, until: float | None = None) -> bool:
         """Claim room for rows; False when the disk is too slow and the user said skip, or waiting took too long.
 
-        Waits only for dumps that are already submitted. Rows of prompts that are still being prefilled can't leave
-        before the forward pass that waits here goes on, so for them the limit gives way (and the peak shows it). What
-        is counted are rows; their memory is given back a pass at a time.
+        Waits only for dumps that are already submitted, and no longer than `until` (by the monotonic clock; a pass has
+        one for all its prompts, LONGEST_BLOCK away); after that not at all before a dump is written. Rows of prompts
+        that are still being prefilled can't leave before the forward pass that waits here goes on, so for them the
+        limit gives way (and the peak shows it).
         """
         if self._full(nbytes):
             self.look()  # perhaps it isn't any more
-        if self._full(nbytes) and self._wait_when_full:
+        if self._full(nbytes) and self._wait_when_full and not self._stuck:
             started = time.monotonic()
-            while self._full(nbytes) and not self.ending and time.monotonic() - started < LONGEST_BLOCK:
+            until = started + LONGEST_BLOCK if until is None else until
+            while self._full(nbytes) and not self.ending and time.monotonic() < until:
                 self._handover.wait(_TICK)
                 self.look()
             with self._lock:
+                self._stuck = time.monotonic() >= until
                 self.totals.blocked_seconds += time.monotonic() - started
         with self._lock:
             if self._full(nbytes):
@@ -124,7 +128,9 @@ class Writer:
             return True
 
     def _full(self, nbytes: int) -> bool:
-        return self._waiting > 0 and (self.totals.queue_bytes + nbytes > self.queue_bytes or self.crowded)
+        # The memory of a pass is given back with the last of its dumps, so it may be more than what is counted.
+        used = max(self.totals.queue_bytes, self.memory.bytes_in_use)
+        return self._waiting > 0 and (used + nbytes > self.queue_bytes or self.crowded)
 
     @property
     def _waiting(self) -> int:
@@ -187,6 +193,7 @@ class Writer:
         if "bytes" not in answer:
             self.lose(dump.assembly, answer.get("error", "the folder was deleted"))
             return None
+        self._stuck = False
         self.totals.bytes += answer["bytes"]
         if answer["reason"] is None:
             self.totals.complete += 1
@@ -276,6 +283,7 @@ def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
     """In the words of publisher.py."""
     assembly, places = dump.assembly, dump.assembly.places
     assert assembly.prompt is not None
+    number = {rows: n for n, rows in enumerate(places)}
     return {
         "folder": os.fspath(identity.folder),
         "writer_id": identity.writer_id,
@@ -287,5 +295,5 @@ def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
         "memory": [rows.words for rows in places],
         "sent": assembly.prompt[1],
         "rows": places[0].layout.words,
-        "parts": [(start, stop, places.index(rows), first) for start, stop, rows, first in assembly.parts],
+        "parts": [(start, stop, number[rows], first) for start, stop, rows, first in assembly.parts],
     }

@@ -196,6 +196,30 @@ def test_a_client_may_use_a_request_id_again(bench: Bench) -> None:
     assert lengths == [4, 6]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [((0, 8), (0, 8)), ((4, 8), (0, 8)), ((4, 8), (4, 8)), ((8, 9), (0, 8))], ids=str
+)
+def test_two_requests_of_one_id_in_a_pass_are_two(
+    bench: Bench, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """A client that tries again while its first request is still under way, or decodes."""
+    bench.run([(Request("same", 8), *first), (Request("same", 8), *second)])
+    assert bench.writer.stop(10)
+    records = [json.loads(p.read_text()) for p in sorted(bench.folder.glob("req_*/record.json"))]
+    assert [record["spans"] for record in records] == [[list(span)] for span in (first, second) if span[1] <= 8]
+    assert all(record["complete"] == (record["spans"] == [[0, 8]]) for record in records)
+
+
+def test_a_request_id_may_be_any_text(bench: Bench) -> None:
+    class Name(str):
+        pass
+
+    names = ["", "a" * 3000, "\ud800", "zwölf\n", Name("own type")]
+    for name in names:
+        bench.run([(Request(name, 3), 0, 3)])
+    assert bench.end().keys() == set(names)
+
+
 @pytest.mark.parametrize("how", ["finished", "to_finish", "object gone"])
 def test_an_aborted_prefill_is_published_as_far_as_it_came(bench: Bench, how: str) -> None:
     aborted, other = Request("aborted", 40), Request("other", 3)

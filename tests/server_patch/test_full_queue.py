@@ -53,20 +53,78 @@ def test_a_prefill_that_has_begun_is_finished_however_full_the_queue(
     assert bench.writer.memory.in_use == 0
 
 
-def test_memory_that_cannot_be_had_half_way_costs_the_prompts_of_that_pass(
+@pytest.mark.parametrize("prompts", [1, 8])
+def test_a_pass_waits_for_the_disk_once_however_many_prompts_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """SGLang's watchdog looks at passes. And a disk that hangs is not waited for again before it writes something."""
+    monkeypatch.setattr("eyas_capture.capture.LONGEST_BLOCK", 0.4)
+    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+    disk.wait()
+    bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
+    bench.writer._wait_when_full = True
+    bench.run([(Request("fits", 150), 0, 150)])
+    for number in range(3):
+        bench.run([(Request(f"r{number}-{k}", 100), 0, 100) for k in range(prompts)])
+    assert 0.3 < bench.totals["blocked_seconds"] < 0.7
+    disk.go_on()
+    until_written(bench.writer)
+    disk.wait()
+    bench.run([(Request("fits again", 150), 0, 150)])
+    bench.run([(Request("waits again", 150), 0, 150)])
+    assert 0.7 < bench.totals["blocked_seconds"] < 1.2
+    disk.go_on()
+    records = bench.end()
+    assert records["fits"]["complete"] and records["fits again"]["complete"]
+    assert bench.totals["incomplete"] == {contract.QUEUE_FULL: 3 * prompts + 1}
+
+
+def test_memory_that_dumps_of_a_pass_still_share_counts_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+    bench = Bench(tmp_path / "dumps", queue_bytes=60_000)
+    long = Request("long", 60)
+    bench.run([(Request(f"r{k}", 60), 0, 60) for k in range(9)] + [(long, 0, 30)])
+    until_written(bench.writer)
+    assert bench.totals["queue_bytes"] < 6_000 and bench.writer.memory.bytes_in_use > 30_000
+    disk.wait()
+    bench.run([(Request("one", 60), 0, 60)])
+    bench.run([(Request("more", 400), 0, 400)])
+    disk.go_on()
+    bench.run([(long, 30, 60)])
+    records = bench.end()
+    assert records["more"]["incomplete_reason"] == contract.QUEUE_FULL and records["long"]["complete"]
+
+
+def test_memory_that_cannot_be_had_half_way_costs_the_rest_of_the_prompt(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The GPU's fence is a stand-in: rows it has not sent yet are neither written nor is their memory given away."""
+
+    class Fence:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
     def take(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    long = Request("long", 60)
-    bench.run([(long, 0, 30), (Request("before", 9), 0, 9)])
+    long, fence = Request("long", 60), Fence()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.capture._copier, "fence", lambda: fence)
+        bench.run([(long, 0, 30), (Request("before", 9), 0, 9)])
     with monkeypatch.context() as patch:
         patch.setattr(bench.writer.memory, "take", take)
         bench.run([(long, 30, 60), (Request("new", 9), 0, 9)])
     bench.run([(Request("later", 50), 0, 50)])
-    assert bench.end().keys() == {"before", "later"}
-    assert bench.totals["lost"] == {os.strerror(errno.ENOMEM): 2}
+    assert bench.writer.memory.in_use == 2 and not list(bench.folder.glob("*req_*"))
+    fence.passed = True
+    records = bench.end()
+    assert records.keys() == {"long", "before", "later"}
+    assert records["long"]["spans"] == [[0, 30]] and records["long"]["incomplete_reason"] == contract.CAPTURE_FAILED
+    assert bench.totals["lost"] == {os.strerror(errno.ENOMEM): 1}
     assert bench.totals["queue_bytes"] == 0 and bench.totals["pending"] == 0 and bench.writer.memory.in_use == 0
 
 

@@ -58,15 +58,18 @@ def test_another_process_finds_exactly_the_parts_of_a_pass_where_it_is_told(
     sent = [array("q", range(100 * n, 100 * n + length)) for n, length in enumerate(prompts)]
     layout = Layout.of(named)
     rows = RowCopier(CPU, memory).copy(sent, places, ids, named, layout)
-    found, (_, _, ids_at, tensors_at) = there(memory, rows), rows.words
+    found, (_, _, ids_at, count_of_all) = there(memory, rows), rows.words
+    assert count_of_all == sum(count for _, count in parts)
     for prompt, at in zip(sent, rows.prompts, strict=True):
         assert found[at : at + 8 * len(prompt)] == prompt.tobytes()
     for (offset, count), first in zip(places, rows.rows, strict=True):
         part = slice(offset, offset + count)
         assert found[ids_at + 8 * first : ids_at + 8 * (first + count)] == ids[part].numpy().tobytes()
-        for (name, _, width, row), at in zip(layout.words, tensors_at, strict=True):
+        at = ids_at + 8 * count_of_all
+        for name, _, width, row in layout.words:
             raw = named[name][part].contiguous().view(torch.uint8).numpy().tobytes()
             assert width == 4 and found[at + first * row : at + (first + count) * row] == raw
+            at += count_of_all * row
 
 
 def test_passes_under_way_never_share_memory() -> None:
@@ -107,8 +110,29 @@ def test_what_is_kept_for_later_is_bounded_and_follows_the_sizes_that_come() -> 
         for rows in passes:
             rows.release()
         size = passes[0].words[1]
-        assert memory._bytes <= MIB
-    assert memory._free.get(size)
+        assert memory._bytes <= MIB and memory._bytes == sum(piece.size for piece in memory._kept)
+    assert size in [piece.size for piece in memory._kept]
+
+
+def test_passes_of_changing_sizes_use_each_others_memory() -> None:
+    """Pinning fresh memory for a GPU takes longer than copying rows into it."""
+    rng, memory, under_way, taken = random.Random(2), SharedMemory(64 * MIB), [], 0
+    for _ in range(200):
+        under_way.append(copied(memory, sum(rng.randint(600, 1400) for _ in range(rng.randint(1, 8))), 8))
+        taken += under_way[-1].words[1]
+        if len(under_way) > 2:
+            under_way.pop(0).release()
+    assert memory.bytes_in_use == sum(rows.words[1] for rows in under_way)
+    assert memory._offsets < 0.1 * taken  # fresh
+
+
+def test_a_copy_that_fails_gives_its_memory_back() -> None:
+    memory = SharedMemory(MIB)
+    ids, named = a_pass(10, 4)
+    layout, named["final"] = Layout.of(named), torch.randn(10, 5)
+    with pytest.raises(RuntimeError):
+        RowCopier(CPU, memory).copy([], [(0, 10)], ids, named, layout)
+    assert memory.in_use == memory.bytes_in_use == 0 and memory._kept
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 1000, 12345])

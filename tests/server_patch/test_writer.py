@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -309,7 +310,9 @@ def test_a_reader_never_sees_half_a_dump(made: Callable[..., Writer]) -> None:
     assert not wrong and totals(one)["complete"] == 150
 
 
-def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(tmp_path: Path) -> None:
+def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, pid, started in (("dead", 2**22 + 1, 1), ("reused", os.getpid(), 1), ("alive", os.getpid(), None)):
         one = Identity(tmp_path, None, {})
         one.writer_id = name
@@ -317,6 +320,13 @@ def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(tmp_path: Pat
         one.publish(contract.CAPTURING, [], {})
         (one.folder / contract.partial_name(3)).mkdir()
         (one.folder / contract.dump_name(2)).mkdir()
+
+    def remove(path: Path, ignore_errors: bool) -> None:
+        """A publisher that outlived its scheduler can't publish any more what is being removed."""
+        assert not (path.parent / contract.partial_name(3)).exists()
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(identity, "shutil", SimpleNamespace(rmtree=remove))
     assert sweep_partials(tmp_path) == 2
     assert [p.parent.name for p in tmp_path.glob("*/.req_*")] == ["alive"]
     assert len(list(tmp_path.glob("*/req_2"))) == 3
