@@ -1,7 +1,7 @@
 """The scheduler's end of the publisher processes: orders out, answers back, and nobody ever waits."""
 
 import contextlib
-import marshal
+import json
 import select
 import socket
 import subprocess
@@ -63,7 +63,7 @@ class Handover:
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
-        self._unsent.append(_Order(order["counter"], marshal.dumps(order)))
+        self._unsent.append(_Order(order["counter"], json.dumps(order).encode()))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
@@ -118,7 +118,7 @@ class Handover:
                 continue
             if not message:
                 break
-            answer = marshal.loads(message)
+            answer = json.loads(message)
             self._deaths = 0
             if publisher.orders.pop(answer["counter"], None) is not None:
                 self._answers.append(answer)

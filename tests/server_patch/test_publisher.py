@@ -1,6 +1,6 @@
 """The processes that write dumps: what they write, and what their deaths cost."""
 
-import marshal
+import json
 import os
 import signal
 import socket
@@ -129,7 +129,7 @@ def test_answers_that_a_publisher_gave_before_it_died_count() -> None:
     dead.socket.setblocking(False)
     dead.orders = {number: _Order(number, b"{}") for number in range(3)}
     dead.socket.send(b"unread")
-    theirs.send(marshal.dumps({"counter": 0, "bytes": 8}))
+    theirs.send(json.dumps({"counter": 0, "bytes": 8}).encode())
     theirs.close()
     assert handover.answers() == [{"counter": 0, "bytes": 8}]
     assert [order.counter for order in handover._unsent] == [1, 2]
