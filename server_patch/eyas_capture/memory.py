@@ -12,6 +12,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_KEPT_BYTES = 256 << 20  # at most, of memory that isn't pinned: pinning takes longer than copying
 _MOST_KEPT = 512  # pieces: each is a descriptor
 _SPACE = 1 << 60  # bytes of addresses; only what is in use takes memory
 
@@ -40,9 +41,9 @@ class SharedMemory:
         os.ftruncate(self.descriptor, _SPACE)
         self.in_use = 0  # pieces that were taken and not given back
         self.bytes_in_use = 0
-        self._kept_bytes = kept_bytes
         self._device = device
         self._pinned = device is not None and device.type == "cuda"
+        self._kept_bytes = kept_bytes if self._pinned else min(_KEPT_BYTES, kept_bytes)
         self._offsets = 0
         self._lock = threading.Lock()
         self._kept: list[Piece] = []  # the longest unused first

@@ -4,14 +4,15 @@ import mmap
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from eyas_capture.memory import Piece, SharedMemory
 from eyas_capture.refusals import Drift
+from eyas_capture.states import ID_BYTES, places
 
-_ID_BYTES = 8  # of a token id
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
 
 
@@ -29,11 +30,11 @@ class Layout(NamedTuple):
         tensors = tuple(
             (name, rows.dtype, rows.shape[1], rows.shape[1] * rows.element_size()) for name, rows in named.items()
         )
-        return cls(tensors, sum(row for *_, row in tensors) + _ID_BYTES)
+        return cls(tensors, sum(row for *_, row in tensors) + ID_BYTES)
 
     def bytes_for(self, tokens: int, count: int) -> int:
         """Host memory for a prompt of `tokens` and `count` rows of it."""
-        return tokens * _ID_BYTES + count * self.row_bytes
+        return tokens * ID_BYTES + count * self.row_bytes
 
     @property
     def words(self) -> list[tuple[str, str, int, int]]:
@@ -48,12 +49,13 @@ class PassRows:
     is for the forward pass to set, before any dump is submitted; `release` for the writer to call, once for each.
     """
 
-    def __init__(self, memory: SharedMemory, piece: Piece, layout: Layout, prompts: list[int], count: int) -> None:
+    def __init__(
+        self, memory: SharedMemory, piece: Piece, layout: Layout, prompts: list[int], ids: int, count: int
+    ) -> None:
         self.layout, self.prompts = layout, prompts
         self.rows: list[int] = []
         self.holders = 0
-        self._memory, self._piece, self._count = memory, piece, count
-        self._ids = prompts.pop()  # where the next one would be
+        self._memory, self._piece, self._ids, self._count = memory, piece, ids, count
 
     @property
     def words(self) -> tuple[int, int, int, int]:
@@ -65,12 +67,11 @@ class PassRows:
         mapping, count = self._piece.mapping, self._count
         if not count:
             return []
-        found, place = [torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=self._ids)], self._ids
-        place += count * _ID_BYTES
-        for _, dtype, width, row in self.layout.tensors:
+        found = [torch.frombuffer(mapping, dtype=torch.int64, count=count, offset=self._ids)]
+        begin = places(self._ids, count, [row for *_, row in self.layout.tensors])
+        for (_, dtype, width, _), place in zip(self.layout.tensors, begin, strict=True):
             values = torch.frombuffer(mapping, dtype=dtype, count=count * width, offset=place)
             found.append(values.view(count, width))
-            place += count * row
         return found
 
     def discard(self) -> None:
@@ -123,10 +124,7 @@ class RowCopier:
                 self._side.synchronize()  # what is on its way must land before somebody else has the memory
             rows.discard()
             raise
-        row = 0
-        for _, count in parts:
-            rows.rows.append(row)
-            row += count
+        *rows.rows, _ = accumulate((count for _, count in parts), initial=0)
         return rows
 
     def _copy(self, runs: list[list[int]], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -142,13 +140,11 @@ class RowCopier:
 
     def _room(self, prompts: Sequence[array], count: int, layout: Layout) -> PassRows:
         """With the prompts in it."""
-        places = [0]
-        for prompt in prompts:
-            places.append(places[-1] + len(prompt) * _ID_BYTES)
-        piece = self._memory.take(_rounded(places[-1] + count * layout.row_bytes))
-        for prompt, place in zip(prompts, places, strict=False):
-            piece.mapping[place : place + len(prompt) * _ID_BYTES] = prompt.tobytes()
-        return PassRows(self._memory, piece, layout, places, count)
+        *begin, ids = accumulate((len(prompt) * ID_BYTES for prompt in prompts), initial=0)
+        piece = self._memory.take(_rounded(ids + count * layout.row_bytes))
+        for prompt, place in zip(prompts, begin, strict=True):
+            piece.mapping[place : place + len(prompt) * ID_BYTES] = prompt.tobytes()
+        return PassRows(self._memory, piece, layout, begin, ids, count)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:

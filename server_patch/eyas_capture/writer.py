@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 LONGEST_BLOCK = 60.0  # seconds; SGLang's watchdog kills a server whose forward pass hangs for minutes
 MOST_PROCESSES = 4  # some hash while others wait for the disk
-_KEPT_BYTES = 256 << 20  # of host memory kept for reuse, if it isn't pinned: pinning takes longer than copying
 _MOST_WAITING = 16_384  # dumps, or pieces of memory: a process may have 65,530 of these, and each is a descriptor
 _TICK = 0.1  # seconds between looks at what was written, when no forward pass has looked since the last
 _SLOW_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
@@ -65,8 +64,7 @@ class Writer:
         self.state = contract.CAPTURING
         self.refused: list[str] = []
         self.queue_bytes = queue_bytes
-        pinned = device is not None and device.type == "cuda"
-        self.memory = SharedMemory(queue_bytes // 4 if pinned else min(_KEPT_BYTES, queue_bytes // 4), device)
+        self.memory = SharedMemory(queue_bytes // 4, device)
         self.ending = False  # no more rows are taken
         self._device = device
         self._most_waiting = min(_MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)

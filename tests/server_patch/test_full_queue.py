@@ -9,7 +9,7 @@ import pytest
 from eyas_capture import contract
 from tests.server_patch.slow_disk import SlowDisk
 from tests.server_patch.test_capture import Bench, Request
-from tests.server_patch.writers import until_written
+from tests.server_patch.writers import Fence, until_written
 
 
 @pytest.fixture
@@ -17,10 +17,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(tmp_path: Path, disk: SlowDisk) -> None:
     disk.wait()
     bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
     for name in ("fits", "skipped"):
@@ -34,11 +31,8 @@ def test_a_prefill_that_the_disk_is_too_slow_for_is_answered_and_recorded(
     assert bench.totals["queue_peak_bytes"] <= 15_000 and bench.totals["queue_bytes"] == 0
 
 
-def test_a_prefill_that_has_begun_is_finished_however_full_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_that_has_begun_is_finished_however_full_the_queue(tmp_path: Path, disk: SlowDisk) -> None:
     """And what there is no room for in the same passes costs nobody else a row."""
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
     disk.wait()
     bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
     long, before = Request("long", 120), Request("before", 60)
@@ -55,11 +49,10 @@ def test_a_prefill_that_has_begun_is_finished_however_full_the_queue(
 
 @pytest.mark.parametrize("prompts", [1, 8])
 def test_a_pass_waits_for_the_disk_once_however_many_prompts_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
     """SGLang's watchdog looks at passes. And a disk that hangs is not waited for again before it writes something."""
     monkeypatch.setattr("eyas_capture.capture.LONGEST_BLOCK", 0.4)
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
     disk.wait()
     bench = Bench(tmp_path / "dumps", queue_bytes=15_000)
     bench.writer._wait_when_full = True
@@ -79,10 +72,7 @@ def test_a_pass_waits_for_the_disk_once_however_many_prompts_it_has(
     assert bench.totals["incomplete"] == {contract.QUEUE_FULL: 3 * prompts + 1}
 
 
-def test_memory_that_dumps_of_a_pass_still_share_counts_as_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+def test_memory_that_dumps_of_a_pass_still_share_counts_as_full(tmp_path: Path, disk: SlowDisk) -> None:
     bench = Bench(tmp_path / "dumps", queue_bytes=60_000)
     long = Request("long", 60)
     bench.run([(Request(f"r{k}", 60), 0, 60) for k in range(9)] + [(long, 0, 30)])
@@ -101,12 +91,6 @@ def test_memory_that_cannot_be_had_half_way_costs_the_rest_of_the_prompt(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU's fence is a stand-in: rows it has not sent yet are neither written nor is their memory given away."""
-
-    class Fence:
-        passed = False
-
-        def query(self) -> bool:
-            return self.passed
 
     def take(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -143,10 +127,7 @@ def test_a_prefill_without_memory_to_be_had_is_answered_and_counted_as_lost(
     assert bench.totals["queue_bytes"] == 0 and bench.totals["pending"] == 0
 
 
-def test_a_queue_of_very_many_dumps_takes_none_without_rows_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SlowDisk(tmp_path / "disk", monkeypatch)
+def test_a_queue_of_very_many_dumps_takes_none_without_rows_either(tmp_path: Path, disk: SlowDisk) -> None:
     disk.wait()
     bench = Bench(tmp_path / "dumps", queue_bytes=1 << 20)
     bench.writer._most_waiting = 2

@@ -19,7 +19,7 @@ from eyas_capture.identity import Identity, process_start_time, sweep_partials
 from eyas_capture.spans import Part
 from eyas_capture.writer import Writer
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, submit, tensors_of, totals, until_written
+from tests.server_patch.writers import PAGE, Fence, filled, submit, tensors_of, totals, until_written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -235,16 +235,6 @@ def test_no_thread_takes_the_interpreter_from_the_forward_pass(disk: SlowDisk, m
         submit(one, filled(one), None)
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"eyas-tick"}
     disk.go_on()
-
-
-class Fence:
-    """What tells when the rows of a pass have left the GPU."""
-
-    def __init__(self) -> None:
-        self.passed = False
-
-    def query(self) -> bool:
-        return self.passed
 
 
 def test_rows_still_on_their_way_from_a_gpu_are_not_written(made: Callable[..., Writer]) -> None:

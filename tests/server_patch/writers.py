@@ -23,6 +23,16 @@ def no_tick() -> None:
     """Nothing to look after."""
 
 
+class Fence:
+    """What tells when the rows of a pass have left the GPU."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
 def filled(
     to: Writer, tokens: int = 6, spans: tuple[tuple[int, int], ...] = ((0, 6),), dtype: torch.dtype = torch.bfloat16
 ) -> Assembly:
