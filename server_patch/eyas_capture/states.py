@@ -1,4 +1,4 @@
-"""What a dump's tensors are as bytes: their shapes, and where in their piece of memory they lie. Standard library only."""
+"""What a dump's tensors are as bytes: their shapes, and where in a piece of memory they lie. Standard library only."""
 
 from collections.abc import Iterable
 from itertools import accumulate
