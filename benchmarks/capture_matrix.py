@@ -88,10 +88,18 @@ def chunked_and_mixed(served: Served, model: Path) -> Iterator[Case]:
 
 
 def two_ranks(served: Served, model: Path) -> Iterator[Case]:
-    """Tensor parallel, without overlap scheduling: one writer, whole rows."""
+    """Tensor parallel, without overlap scheduling: one writer, whole rows.
+
+    The final state is also compared, bit for bit, with what the server itself returns: where both differ from the
+    reference alike, it is the server's arithmetic and not the capture.
+    """
     both = {f"tp2-{n}": prompt(n, 8) for n in LENGTHS}
-    served.ask_at_once(both, new_tokens=2)
+    answers = served.ask_at_once(both, new_tokens=2, return_hidden_states=True)
     yield from compare(served, model, "tp 2", both)
+    for rid, dump in served.wait_for(both).items():
+        returned = torch.tensor(answers[rid]["meta_info"]["hidden_states"][0])  # one entry a pass, the prompt's first
+        same = torch.equal(dump.tensors[contract.FINAL].flatten(), returned.flatten())
+        yield f"tp 2, as returned {rid}", 0.0 if same else INFINITE
     yield "tp 2, one writer", 0.0 if len(served.writers()) == 1 else INFINITE
 
 
@@ -114,7 +122,12 @@ def run_kind(kind: str, work: Path) -> Iterator[Case]:
     for name, flags, env, cases in (
         ("whole", {}, {}, whole_prompts),
         ("chunks", {"chunked-prefill-size": 64, "enable-mixed-chunk": True}, {}, chunked_and_mixed),
-        ("tp2", {"tp-size": 2, "disable-overlap-schedule": True}, TWO_RANKS_ENV, two_ranks),
+        (
+            "tp2",
+            {"tp-size": 2, "disable-overlap-schedule": True, "enable-return-hidden-states": True},
+            TWO_RANKS_ENV,
+            two_ranks,
+        ),
         ("dp2", {"dp-size": 2}, TWO_RANKS_ENV, two_replicas),
     ):
         with capture_server(model, work / kind / name, flags=flags, env=ENV | env) as served:

@@ -6,6 +6,7 @@ business.
 """
 
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from eyas_capture import contract
+from eyas_capture.hooks import BESIDES_TOKENS
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.refusals import Drift
 from eyas_capture.rows import Layout, RowCopier
@@ -25,6 +27,8 @@ from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import LONGEST_BLOCK, Writer
 
 logger = logging.getLogger(__name__)
+
+_COPIES_COME_WITHIN = 60.0  # seconds of a prefill with n > 1
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,12 @@ class Chunk:
 class Capture:
     """Capture in one scheduler process. `writer` is None on ranks that only have to run the same passes."""
 
-    def __init__(self, layers: CaptureLayers, mode: str, writer: Writer | None, device: torch.device) -> None:
+    def __init__(
+        self, layers: CaptureLayers, mode: str, writer: Writer | None, device: torch.device, ranks: int = 1
+    ) -> None:
+        """`ranks` run the same passes together."""
         self._layers = layers
+        self._alone = ranks == 1
         self._mode = mode
         self._writer = writer
         self._copier = RowCopier(device, writer.memory) if writer is not None else None
@@ -49,11 +57,13 @@ class Capture:
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
         self._unusable = False  # it could not, so this rank runs the stock path from then on
+        self._given_up = False
         self._lock = threading.RLock()
         self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
         self._orphans: dict[int, Assembly] = {}  # open assemblies by counter, also those whose request object is gone
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()  # retracted requests prefill again: once is enough
-        self._samples_left: dict[str, int] = {}  # by token digest: copies still to come of a prefill with n > 1
+        # By token digest: copies still to come of a prefill with n > 1, and since when (a client may go away).
+        self._samples_left: dict[str, tuple[int, float]] = {}
 
     # ---- forward thread
 
@@ -77,7 +87,7 @@ class Capture:
         self._expected = bool(self._chunks(forward_batch))
         if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
             for request in requests:
-                if request.sampling_params.n > 1 and request.sampling_params.max_new_tokens > 0:
+                if _samples(request) > 1 and request.sampling_params.max_new_tokens > 0:
                     # The copies decode, so they are not mistaken for the prefill that came before them.
                     self._samples_left.pop(contract.tokens_sha256(request.origin_input_ids), None)
         self.close_ended()
@@ -85,24 +95,28 @@ class Capture:
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The inner model's forward(input_ids, positions, forward_batch, ...): returns what the stock model returns."""
         forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        chunks = self._chunks(forward_batch)
+        try:
+            chunks = self._chunks(forward_batch)
+        except Exception as error:  # the same on every rank
+            self.give_up(f"{type(error).__name__}: {error}")
+            chunks = []
         self._expected = False
         if not chunks or self._unusable:
             return original(*args, **kwargs)
         try:
             with self._layers.on():
-                result = original(*args, **kwargs)
+                hidden, aux = _unpacked(original(*args, **kwargs))
         except Exception as error:
-            if self._tried:
+            # A capture path that this release broke, or that needs memory which the stock path does not, must not cost
+            # a request: the pass is run again as stock, and raises by itself when the trouble was not capture's. Later
+            # than the dry run a rank may be alone with its trouble, and must not leave its peers in a collective.
+            if self._tried and not self._alone:
                 raise
-            # The dry run: a capture path that this release broke must not cost a request. The pass is run again as
-            # stock, and raises by itself when the trouble was not capture's (no memory, say).
             result = original(*args, **kwargs)
             self._unusable = True
             self.give_up(f"the model's capture path raised {type(error).__name__}: {error}")
             return result
         self._tried = True
-        hidden, aux = result if isinstance(result, tuple) else (result, None)
         if self._writer is not None and self._writer.state == contract.CAPTURING and not self._writer.ending:
             input_ids = args[0] if args else kwargs.get("input_ids")
             # A multimodal wrapper passes embeddings and no ids; the batch still has them.
@@ -148,7 +162,7 @@ class Capture:
         if self._mode == OPTED_IN and not request.rid.startswith(contract.OPT_IN_PREFIX):
             return False
         # Parallel sampling: SGLang first prefills the prompt once with max_new_tokens 0, then sends n copies.
-        return request.sampling_params.n == 1 or request.sampling_params.max_new_tokens == 0
+        return _samples(request) == 1 or request.sampling_params.max_new_tokens == 0
 
     def _split(self, aux: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Captured rows as one [rows, H] tensor per block. Raises Drift when they are not what was asked for."""
@@ -248,15 +262,14 @@ class Capture:
 
     def _is_a_further_sample(self, request: Any) -> bool:
         """With n > 1 and max_new_tokens 0 the prefill and its n copies look alike: the first one is captured."""
-        samples = request.sampling_params.n
+        samples = _samples(request)
         if samples == 1:
             return False
-        key = contract.tokens_sha256(request.origin_input_ids)
-        left = self._samples_left.pop(key, 0)
-        if left == 0:
-            left = samples + 1
+        key, now = contract.tokens_sha256(request.origin_input_ids), time.monotonic()
+        self._samples_left = {k: old for k, old in self._samples_left.items() if now - old[1] < _COPIES_COME_WITHIN}
+        left, _ = self._samples_left.pop(key, (samples + 1, now))
         if left > 1:
-            self._samples_left[key] = left - 1
+            self._samples_left[key] = left - 1, now
         return left <= samples
 
     # ---- ends of prefills
@@ -287,8 +300,11 @@ class Capture:
                 self._submit(self._orphans.pop(counter), reason)
 
     def give_up(self, why: str) -> None:
-        """Stop capturing, loudly; the server goes on serving, and writer.json says so."""
-        logger.exception("EYAS CAPTURE HAS STOPPED, serving goes on: %s", why)
+        """Stop capturing, loudly and once; the server goes on serving, and writer.json says so."""
+        if self._given_up:
+            return
+        self._given_up = True
+        logger.error("EYAS CAPTURE HAS STOPPED, serving goes on: %s", why, exc_info=sys.exc_info()[0] is not None)
         if self._writer is not None:
             self._writer.state = contract.BROKEN
             self._writer.refused = [why]
@@ -316,10 +332,24 @@ class Capture:
             self._writer.submit(assembly, reason)
 
 
+def _unpacked(result: Any) -> tuple[torch.Tensor, Any]:
+    """Final state and captured rows of a pass. Raises Drift when a model file returns something else."""
+    hidden, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(hidden, torch.Tensor):
+        raise Drift(f"the model returned a {type(result).__name__}, expected hidden states and captured rows")
+    return hidden, aux
+
+
+def _samples(request: Any) -> int:
+    """How often SGLang runs this prompt. A beam search is one request, whose n is the number of beams returned."""
+    sampling = request.sampling_params
+    return 1 if (getattr(sampling, "beam_width", None) or 1) > 1 else int(sampling.n)
+
+
 def _unfit(request: Any) -> str | None:
     """Why this request's rows are not the base model's states of its token ids; None when they are."""
     if request.lora_id is not None:
         return contract.ADAPTER
-    if request.multimodal_inputs is not None or request.input_embeds is not None:
+    if any(getattr(request, name) is not None for name in BESIDES_TOKENS):
         return contract.NOT_ONLY_TOKENS
     return None

@@ -14,7 +14,8 @@ writer.json is rewritten (atomically) at most about once a second and when the w
 `pid_start_time` is field 22 of /proc/<pid>/stat (clock ticks after boot), which tells a live writer from a reused pid;
 `totals` has TOTALS_KEYS: captured = complete + sum(incomplete) + sum(lost) + pending, and the next dump's counter is
 `captured`. Every prefill that is captured takes one number, in the order of first rows, also when its dump ends up
-incomplete or lost.
+incomplete or lost. `queue_bytes` are the rows of dumps under way or waiting; `memory_peak_bytes` is the most memory
+they took, which is given back a pass at a time, with the last of its dumps.
 """
 
 import array
@@ -57,13 +58,13 @@ RECORD_KEYS = (
 )  # fmt: skip
 TOTALS_KEYS = (
     "captured", "complete", "incomplete", "lost", "pending", "bytes", "queue_bytes", "queue_peak_bytes",
-    "blocked_seconds", "unseen_passes",
+    "memory_peak_bytes", "blocked_seconds", "unseen_passes",
 )  # fmt: skip
 
 CAPTURING = "capturing"
 REFUSED = "refused"  # this server or SGLang release cannot be captured from: see `refused`
 BROKEN = "broken"  # capture stopped while serving went on: see `refused`
-STOPPED = "stopped"  # the server ended and the queue was drained
+STOPPED = "stopped"  # the server ended; what the disk had no time for is lost, or pending with a publisher
 WRITER_STATES = (CAPTURING, REFUSED, BROKEN, STOPPED)
 
 # Values of `incomplete_reason` and keys of totals.incomplete; of totals.lost too, when there was nothing to write. A

@@ -19,6 +19,7 @@ sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from eyas_capture.publisher import main
 main(int(sys.argv[2]))
 """
+_LONGEST_ORDER = 1 << 20  # bytes: what publisher.py reads at once, and more than most sockets take
 _ANSWER = 64 << 10  # bytes of one at most: the forward pass makes room for it at every look, so not more than that
 _DIED = "the publisher process died"
 _TRIES = 3  # at an order whose process dies
@@ -31,7 +32,7 @@ class _NoPublisher(Exception):
 
 
 @dataclass
-class _Order:
+class _Message:
     counter: int
     message: bytes
     tries: int = 0
@@ -41,7 +42,7 @@ class _Order:
 class _Publisher:
     process: subprocess.Popen[bytes]
     socket: socket.socket
-    orders: dict[int, _Order] = field(default_factory=dict)  # sent and not answered, by counter
+    orders: dict[int, _Message] = field(default_factory=dict)  # sent and not answered, by counter
 
 
 class Handover:
@@ -54,7 +55,7 @@ class Handover:
         self._memory = memory
         self._most = most
         self._publishers: list[_Publisher] = []
-        self._unsent: deque[_Order] = deque()
+        self._unsent: deque[_Message] = deque()
         self._answers: list[dict[str, Any]] = []
         self._deaths = 0  # since the last answer
         self._pause_ends = 0.0
@@ -63,7 +64,17 @@ class Handover:
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
-        self._unsent.append(_Order(order["counter"], json.dumps(order).encode()))
+        message = json.dumps(order).encode()
+        if len(message) > _LONGEST_ORDER:
+            self._answers.append({"counter": order["counter"], "error": f"an order of {len(message)} bytes"})
+        else:
+            self._unsent.append(_Message(order["counter"], message))
+
+    def take_unsent(self) -> list[int]:
+        """Give up the orders that no process has been sent: their counters."""
+        counters = [order.counter for order in self._unsent]
+        self._unsent.clear()
+        return counters
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be an answer, `timeout_s` seconds at most. Needs no lock."""
@@ -143,7 +154,7 @@ class Handover:
         self._deaths += 1
         self._pause_ends = time.monotonic() + min(_LONGEST_PAUSE, 0.05 * 2**self._deaths)
 
-    def _fail(self, order: _Order, why: str = _DIED) -> None:
+    def _fail(self, order: _Message, why: str = _DIED) -> None:
         self._answers.append({"counter": order.counter, "error": why})
 
     def _send(self) -> None:

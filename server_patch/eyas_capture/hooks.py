@@ -9,6 +9,9 @@ from eyas_capture.refusals import Drift
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 INIT_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 EVENT_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
+# While serving: a dump of the new weights must not carry the digest of the old.
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+NEW_WEIGHTS = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
 REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 
 # Hooked or called functions -> the parameters the plugin relies on, in this order from the first.
@@ -16,6 +19,7 @@ _SIGNATURES = {
     LOAD_MODEL: ("self",),
     INIT_BATCH: ("batch", "model_runner"),
     EVENT_LOOP: ("self",),
+    **dict.fromkeys(NEW_WEIGHTS, ("self",)),
     REGISTER: ("target", "hook", "hook_type"),
     "sglang.srt.managers.schedule_batch.Req.finished": ("self",),
     "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative": ("self",),
@@ -23,7 +27,10 @@ _SIGNATURES = {
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _BATCH_FIELDS = ("forward_mode", "input_ids", "rids", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
 _REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
-_REQUEST_FIELDS = ("rid", "origin_input_ids", "sampling_params", "lora_id", "input_embeds")
+# Of a request, what makes its states other than those of its token ids: given embeddings, or another mask.
+_BESIDES_TOKENS = ("input_embeds", "positional_embed_overrides", "token_type_ids", "multi_item_delimiter_indices")
+BESIDES_TOKENS = ("multimodal_inputs", *_BESIDES_TOKENS)
+_REQUEST_FIELDS = ("rid", "origin_input_ids", "sampling_params", "lora_id", *_BESIDES_TOKENS)
 _MODEL_FORWARD = ("input_ids", "positions", "forward_batch")
 
 

@@ -46,7 +46,8 @@ class Identity:
     def __init__(self, dump_dir: Path, dp_rank: int | None, facts: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc)
         self.writer_id = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}" + ("" if dp_rank is None else f"-dp{dp_rank}")
-        if (dump_dir / self.writer_id).exists():  # another host with our pid, in the same second, on a shared disk
+        # Another host with our pid, in the same second, on a shared disk. (Path.exists raises where we may not look.)
+        if os.path.exists(dump_dir / self.writer_id):
             self.writer_id += f"-{socket.gethostname()}"
         self.dump_dir = dump_dir
         self.facts = {
@@ -85,7 +86,12 @@ def sweep_partials(dump_dir: Path) -> int:
             dead = writer["host"] == socket.gethostname() and not alive
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        for partial in file.parent.glob(contract.PARTIAL_GLOB) if dead else ():
+        if not dead:
+            continue
+        for temporary in file.parent.glob(f".{contract.WRITER_FILE}.*"):
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        for partial in file.parent.glob(contract.PARTIAL_GLOB):
             # A publisher outlives its scheduler by what it has been sent: it publishes this dump whole, or not at all.
             aside = partial.with_name(f"{partial.name}{contract.PARTIAL_SUFFIX}")
             with contextlib.suppress(OSError):

@@ -22,11 +22,13 @@ from eyas_capture.identity import Identity, sweep_partials
 from eyas_capture.layers import CaptureLayers, LayersError
 from eyas_capture.refusals import Drift, ServerFacts, read_server, refusals
 from eyas_capture.settings import BLOCK, Settings, SettingsError
+from eyas_capture.totals import Totals
 from eyas_capture.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 100.0  # after SGLang's own shutdown, which by default kills its schedulers after 15 s
+CRASH_DRAIN_SECONDS = 5.0  # a scheduler that raised: whoever waits for it must hear of it soon
 SIGTERM_DRAIN_SECONDS = 25.0  # a scheduler that is signalled itself; container managers kill after 30 s
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 _EXIT_TIMEOUT = "_SCHEDULER_EXIT_TIMEOUT_SECS"
@@ -56,6 +58,8 @@ class Lifecycle:
         HookRegistry.register(hooks.LOAD_MODEL, self.after_load_model, HookType.AFTER)
         HookRegistry.register(hooks.INIT_BATCH, self.around_init_batch, HookType.AROUND)
         HookRegistry.register(hooks.EVENT_LOOP, self.around_event_loop, HookType.AROUND)
+        for function in hooks.NEW_WEIGHTS:
+            HookRegistry.register(function, self.before_new_weights, HookType.BEFORE)
         tokenizer_manager = sys.modules.get(_TOKENIZER_MODULE)
         if hasattr(tokenizer_manager, _EXIT_TIMEOUT):
             # This process ends the schedulers, and would kill them in the middle of draining the queue.
@@ -71,7 +75,8 @@ class Lifecycle:
         try:
             self._begin(runner)
         except Exception as error:  # a server must start with a broken plugin too
-            logger.exception("EYAS CAPTURE IS OFF, serving goes on")
+            logger.exception("eyas: capture cannot begin")
+            self._capture = None
             self._refuse([f"{type(error).__name__}: {error}"], dp_rank=None, facts={}, publish=True)
 
     def around_init_batch(self, original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **kwargs: Any) -> Any:
@@ -81,6 +86,11 @@ class Lifecycle:
             self._capture.announce(batch.reqs, forward_batch)
         return forward_batch
 
+    def before_new_weights(self, *args: Any, **kwargs: Any) -> None:
+        """SchedulerWeightUpdaterManager.update_weights_from_...: writer.json names the model that was there before."""
+        if self._capture is not None:
+            self._capture.give_up("the server was given other weights than it started with: start it again with them")
+
     def around_event_loop(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """Scheduler.run_event_loop: serving begins and, when it returns, is over."""
         if not self._model_seen:
@@ -88,9 +98,15 @@ class Lifecycle:
         if self._writer is not None:
             self._drain_on_sigterm()
         try:
-            return original(scheduler)
-        finally:
+            result = original(scheduler)
+        except Exception:
+            self._end(CRASH_DRAIN_SECONDS)
+            raise
+        except BaseException:
             self._end(DRAIN_SECONDS)
+            raise
+        self._end(DRAIN_SECONDS)
+        return result
 
     # ---- begin and end
 
@@ -121,10 +137,11 @@ class Lifecycle:
                 sweep_partials(self._dump_dir)
             identity = Identity(self._dump_dir, server.dp_rank, facts)
             self._writer = Writer(identity, self._settings.queue_bytes, self._settings.when_full == BLOCK, device)
-        self._capture = Capture(layers, self._settings.mode, self._writer, device)
-        _wrap_forward(layers.inner, self._capture.forward)
+        self._capture = Capture(layers, self._settings.mode, self._writer, device, server.tp_size)
         if self._writer is not None:
             self._writer.start(self._capture.close_ended)
+        _wrap_forward(layers.inner, self._capture.forward)
+        if self._writer is not None:
             logger.info(
                 "eyas: capturing blocks %s (mode %s) into %s",
                 list(layers.after_block),
@@ -157,10 +174,17 @@ class Lifecycle:
     def _refuse(self, reasons: list[str], dp_rank: int | None, facts: dict[str, Any], publish: bool) -> None:
         """Serve on without capture, and say so where people look and where the pipeline looks."""
         logger.error("EYAS CAPTURE IS OFF, serving goes on. %s", " | ".join(reasons))
-        if publish:
-            writer = Writer(Identity(self._dump_dir, dp_rank, facts), queue_bytes=1, wait_when_full=False)
-            writer.state, writer.refused = contract.REFUSED, reasons
-            writer.publish()
+        if not publish:
+            return
+        if self._writer is not None:  # it had begun already
+            self._writer.state, self._writer.refused = contract.REFUSED, reasons
+            self._writer.publish()
+            return
+        identity = Identity(self._dump_dir, dp_rank, facts)
+        try:
+            identity.publish(contract.REFUSED, reasons, Totals().as_json())
+        except OSError as error:
+            logger.error("eyas: cannot write %s: %s", identity.folder / contract.WRITER_FILE, error)
 
     def _end(self, deadline_s: float) -> None:
         if self._capture is None or self._writer is None:

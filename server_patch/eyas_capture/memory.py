@@ -40,7 +40,7 @@ class SharedMemory:
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, _SPACE)
         self.in_use = 0  # pieces that were taken and not given back
-        self.bytes_in_use = 0
+        self.bytes_in_use = self.peak_bytes = 0
         self._device = device
         self._pinned = device is not None and device.type == "cuda"
         self._kept_bytes = kept_bytes if self._pinned else min(_KEPT_BYTES, kept_bytes)
@@ -60,6 +60,8 @@ class SharedMemory:
                 self._count(piece)
                 return piece
             offset, self._offsets = self._offsets, self._offsets + size
+        # Populating a mapping is silent about what it does not get, and the first touch then ends the process.
+        os.posix_fallocate(self.descriptor, offset, size)
         mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
         piece = Piece(offset, size, mapping, self._pinned and self._pin(mapping))
         with self._lock:
@@ -69,6 +71,7 @@ class SharedMemory:
     def _count(self, piece: Piece, pieces: int = 1) -> None:
         self.in_use += pieces
         self.bytes_in_use += pieces * piece.size
+        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
 
     def put(self, piece: Piece) -> None:
         """Nobody reads or writes this piece any more."""

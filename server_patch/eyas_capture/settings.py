@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from eyas_capture import contract
 
@@ -19,13 +18,12 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Where to write, which block outputs, whose requests, and what to do when the disk is too slow.
+    """Which block outputs, whose requests, and what to do when the disk is too slow.
 
     `after_block` is None when the user named no blocks: the model's depth decides then (layers.default_blocks).
     `queue_bytes` bounds the memory with rows between the forward pass and the disk.
     """
 
-    dump_dir: Path
     after_block: tuple[int, ...] | None
     mode: str
     queue_bytes: int
@@ -33,9 +31,8 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Settings":
-        """Raises SettingsError; the caller has checked that the dump folder is set."""
+        """Raises SettingsError."""
         return cls(
-            dump_dir=Path(env[contract.ENV_DUMP_DIR]).absolute(),
             after_block=_blocks(env),
             mode=_choice(env, contract.ENV_MODE, ALL, OPTED_IN),
             queue_bytes=_queue_bytes(env),

@@ -16,6 +16,7 @@ class Totals:
     bytes: int = 0
     queue_bytes: int = 0
     queue_peak_bytes: int = 0
+    memory_peak_bytes: int = 0
     blocked_seconds: float = 0.0
     unseen_passes: int = 0
 
@@ -31,6 +32,7 @@ class Totals:
             "bytes": self.bytes,
             "queue_bytes": self.queue_bytes,
             "queue_peak_bytes": self.queue_peak_bytes,
+            "memory_peak_bytes": self.memory_peak_bytes,
             "blocked_seconds": round(self.blocked_seconds, 3),
             "unseen_passes": self.unseen_passes,
         }

@@ -31,7 +31,7 @@ MOST_PROCESSES = 4  # some hash while others wait for the disk
 _MOST_WAITING = 16_384  # dumps, or pieces of memory: a process may have 65,530 of these, and each is a descriptor
 _TICK = 0.1  # seconds between looks at what was written, when no forward pass has looked since the last
 _SLOW_TICK = 1.0  # seconds between looks at writer.json and at requests that ended without a word
-_TRIES = 3  # at a dump whose folder is deleted again and again
+_GONE_TRIES = 3  # at a dump whose folder is deleted again and again
 _QUIET = 10.0  # seconds between log lines about the same trouble
 
 
@@ -75,6 +75,7 @@ class Writer:
         self._ordered: dict[int, _Dump] = {}  # by counter: with a publisher
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
+        self._drained = False
         self._looked = False  # since the last tick
         self._stuck = False  # waiting for room took too long, and no dump has been written since
         self._told: dict[str, float] = {}
@@ -144,7 +145,7 @@ class Writer:
         with self._lock:
             self.totals.lost[why] += 1
             self._free(assembly)
-        self.tell(why, "lost dump %d of request %s: %s", assembly.counter, assembly.request_id, why)
+        self.tell(why, "lost dump %d of request %.80r: %s", assembly.counter, assembly.request_id, why)
 
     def _free(self, assembly: Assembly) -> None:
         self.totals.queue_bytes -= assembly.nbytes
@@ -164,6 +165,7 @@ class Writer:
         """Order what has arrived in memory, and see what has been written. Once a pass is enough."""
         with self._lock:
             self._looked = True
+            self.totals.memory_peak_bytes = self.memory.peak_bytes
             while self._copied and self._copied[0].landed():
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
@@ -176,9 +178,9 @@ class Writer:
         assembly = dump.assembly
         self._ordered[assembly.counter] = dump
         try:
-            self._handover.order(_order(dump, self.identity))
+            self._handover.order(_in_words(dump, self.identity))
         except Exception as error:  # a defect of ours must cost this dump, and neither the server nor later dumps
-            logger.exception("lost dump %d of request %s", assembly.counter, assembly.request_id)
+            logger.exception("lost dump %d of request %.80r", assembly.counter, assembly.request_id)
             del self._ordered[assembly.counter]
             self.lose(assembly, type(error).__name__)
 
@@ -186,7 +188,7 @@ class Writer:
         """Close the books on a dump; returns it when it has to be ordered again."""
         dump = self._ordered.pop(answer["counter"])
         dump.tries += 1
-        if "gone" in answer and dump.tries < _TRIES:
+        if "gone" in answer and dump.tries < _GONE_TRIES:
             return dump
         if "bytes" not in answer:
             self.lose(dump.assembly, answer.get("error", "the folder was deleted"))
@@ -198,7 +200,7 @@ class Writer:
         else:
             self.totals.incomplete[answer["reason"]] += 1
         if answer["reason"] == contract.TOKENS_DIFFER:
-            text = "the rows of request %s belong to other tokens than it sent"
+            text = "the rows of request %.80r belong to other tokens than it sent"
             self.tell(contract.TOKENS_DIFFER, text, dump.assembly.request_id)
         self._free(dump.assembly)
         return None
@@ -218,24 +220,32 @@ class Writer:
     # ---- the end
 
     def stop(self, deadline_s: float) -> bool:
-        """Write what is queued and publish the last writer.json; False when the time was not enough."""
+        """Write what is queued and publish the last writer.json; False when the time was not enough.
+
+        Then what no publisher has been sent is lost; what one has may still appear, and stays pending.
+        """
         self.ending = True
         with self._stopping:
             if self._stopped.is_set():
-                return True
+                return self._drained
             ends = time.monotonic() + deadline_s
             self.look()
             while self._waiting and time.monotonic() < ends:
                 self._handover.wait(_TICK)
                 self.look()
-            drained = not self._waiting
+            self._drained = not self._waiting
+            with self._lock:
+                unsent = [*self._copied, *(self._ordered.pop(counter) for counter in self._handover.take_unsent())]
+                self._copied.clear()
+                for dump in unsent:
+                    self.lose(dump.assembly, contract.SERVER_STOPPED)
             if self.state == contract.CAPTURING:
                 self.state = contract.STOPPED
             self.publish()
             with self._lock:
                 self._handover.close(max(0.0, ends - time.monotonic()))
             self._stopped.set()
-            return drained
+            return self._drained
 
     def publish(self) -> None:
         """Rewrite writer.json. An unwritable folder is told in the log: it must not stop anything."""
@@ -277,8 +287,8 @@ class Writer:
                 self.tell("tick", "%s: %s", type(error).__name__, error)
 
 
-def _order(dump: _Dump, identity: Identity) -> dict[str, Any]:
-    """In the words of publisher.py."""
+def _in_words(dump: _Dump, identity: Identity) -> dict[str, Any]:
+    """An order as publisher.py reads it."""
     assembly, places = dump.assembly, dump.assembly.places
     assert assembly.prompt is not None
     number = {rows: n for n, rows in enumerate(places)}

@@ -1,4 +1,4 @@
-"""A writer and a disk under it, for each test of its own."""
+"""A capture, a writer and a disk under it, for each test of its own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from eyas_capture.identity import Identity
 from eyas_capture.writer import Writer
+from tests.server_patch.bench import Bench
 from tests.server_patch.slow_disk import SlowDisk
 from tests.server_patch.writers import H, no_tick
 
@@ -32,3 +33,11 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     one = SlowDisk(tmp_path / "disk", monkeypatch)
     yield one
     one.go_on()
+
+
+@pytest.fixture(params=["packed", "list"])
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Both forms in which model files return captured rows."""
+    one = Bench(tmp_path, packed=request.param == "packed")
+    yield one
+    one.writer.stop(10)

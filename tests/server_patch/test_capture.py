@@ -4,131 +4,18 @@ import gc
 import json
 import random
 import weakref
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from eyas_capture import contract
+from eyas_capture import capture, contract
 from eyas_capture.capture import Capture
-from eyas_capture.identity import Identity
+from eyas_capture.hooks import BESIDES_TOKENS
 from eyas_capture.layers import CaptureLayers
-from eyas_capture.writer import Writer
-from tests.server_patch.test_layers import Llama
-
-H = 4
-AFTER_BLOCK = (1, 3)
-
-
-class Request:
-    """What the plugin reads of SGLang's Req."""
-
-    def __init__(self, rid: str, tokens: int, n: int = 1, max_new_tokens: int = 1) -> None:
-        self.rid = rid
-        self.origin_input_ids = array("q", [hash((rid, k)) % 1000 for k in range(tokens)])
-        self.sampling_params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens)
-        self.lora_id: str | None = None
-        self.multimodal_inputs: Any = None
-        self.input_embeds: Any = None
-        self.to_finish: Any = None
-        self.over = False
-
-    def finished(self) -> bool:
-        return self.over
-
-
-class Mode:
-    def __init__(self, prefill: bool) -> None:
-        self.prefill = prefill
-
-    def is_extend_without_speculative(self) -> bool:
-        return self.prefill
-
-
-class Model:
-    """A pass whose rows tell which token they belong to and which block made them."""
-
-    def __init__(self, packed: bool) -> None:
-        self.llama = Llama(6)
-        self.packed = packed
-        self.passes = 0
-
-    def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
-        self.passes += 1
-        final = input_ids[:, None].repeat(1, H).float()
-        on = self.llama.model.layers_to_capture
-        if not on:
-            return final
-        aux = [final + 1000 * point for point in on]
-        return final, torch.cat(aux, dim=-1) if self.packed else aux
-
-
-class Bench:
-    """A capture with its model and writer; `run` is one scheduler step."""
-
-    def __init__(self, folder: Path, mode: str = "all", packed: bool = True, queue_bytes: int = 0) -> None:
-        """With `queue_bytes` the queue is that long, and does not wait for the disk."""
-        self.model = Model(packed)
-        self.writer = Writer(Identity(folder, None, {}), queue_bytes or 1 << 20, wait_when_full=not queue_bytes)
-        layers = CaptureLayers(self.model.llama, AFTER_BLOCK)
-        self.capture = Capture(layers, mode, self.writer, torch.device("cpu"))
-        self.writer.start(lambda: None)
-        self.folder = self.writer.identity.folder
-
-    def batch(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> Any:
-        """(request, start, stop) of each; rows at and beyond the prompt's end are made-up output tokens."""
-        ids = [r.origin_input_ids[k] if k < len(r.origin_input_ids) else -1 for r, a, b in parts for k in range(a, b)]
-        return SimpleNamespace(
-            forward_mode=Mode(prefill),
-            rids=[r.rid for r, _, _ in parts],
-            extend_seq_lens_cpu=[b - a for _, a, b in parts],
-            extend_prefix_lens_cpu=[a for _, a, _ in parts],
-            input_ids=torch.tensor(ids),
-        )
-
-    def announce(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> Any:
-        batch = self.batch(parts, prefill)
-        self.capture.announce([r for r, _, _ in parts], batch)
-        return batch
-
-    def run(self, parts: list[tuple[Request, int, int]], prefill: bool = True) -> None:
-        batch = self.announce(parts, prefill)
-        result = self.capture.forward(self.model.forward, (batch.input_ids, None, batch), {})
-        assert isinstance(result, torch.Tensor), "the caller must see what the stock model returns"
-        assert torch.equal(result[:, 0], batch.input_ids.float())
-
-    def end(self) -> dict[str, dict[str, Any]]:
-        """Every record by request id, each checked against the model."""
-        assert self.writer.stop(10)
-        records = {}
-        for path in self.folder.glob("req_*"):
-            record = json.loads((path / contract.RECORD_FILE).read_text())
-            tensors = load_file(path / contract.STATES_FILE)
-            rows = [k for a, b in record["spans"] for k in range(a, b)]
-            expected = tensors[contract.INPUT_IDS][rows].float()[:, None].expand(-1, H)
-            assert torch.equal(tensors[contract.FINAL], expected)
-            for block in AFTER_BLOCK:
-                assert torch.equal(tensors[contract.block_tensor(block)], expected + 1000 * (block + 1))
-            assert record["request_id"] not in records, "one dump a request"
-            records[record["request_id"]] = record
-        return records
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        return self.writer.totals.as_json()
-
-
-@pytest.fixture(params=["packed", "list"])
-def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """Both forms in which model files return captured rows."""
-    one = Bench(tmp_path, packed=request.param == "packed")
-    yield one
-    one.writer.stop(10)
+from tests.server_patch.bench import AFTER_BLOCK, Bench, H, Model, Request
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -276,6 +163,41 @@ def test_parallel_sampling_gives_one_dump(bench: Bench, copies_decode: bool) -> 
     assert bench.end().keys() == {"warm-0", "warm-1"}
 
 
+def test_copies_that_never_come_hide_no_later_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that goes away between the prefill and its copies."""
+    monkeypatch.setattr(capture, "_COPIES_COME_WITHIN", 0.0)
+    for round_ in range(3):
+        warm = Request("tokens", 9, n=3, max_new_tokens=0)
+        warm.rid = f"warm-{round_}"
+        bench.run([(warm, 0, 9)])
+    assert bench.end().keys() == {"warm-0", "warm-1", "warm-2"}
+    assert len(bench.capture._samples_left) <= 1
+
+
+def test_a_beam_search_is_one_request(bench: Bench) -> None:
+    """SGLang prefills it once, as it comes; its n is the number of beams to return."""
+    r = Request("r", 9, n=2, max_new_tokens=8)
+    r.sampling_params.beam_width = 4
+    bench.run([(r, 0, 9)])
+    assert bench.end()["r"]["complete"]
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"), [("multimodal_inputs", contract.NOT_ONLY_TOKENS), ("to_finish", None)], ids=["image", "text"]
+)
+def test_where_images_stand_the_ids_of_a_pass_are_others(bench: Bench, field: str, reason: str | None) -> None:
+    """A multimodal wrapper clamps them in place. Without an image, other ids are a defect."""
+    r = Request("r", 5)
+    if reason:
+        setattr(r, field, "an image")
+    batch = bench.announce([(r, 0, 5)])
+    batch.input_ids[2] = 999_999
+    bench.capture.forward(bench.model.forward, (batch.input_ids, None, batch), {})
+    assert bench.writer.stop(10)
+    (record,) = (json.loads(p.read_text()) for p in bench.folder.glob("req_*/record.json"))
+    assert record["incomplete_reason"] == (reason or contract.TOKENS_DIFFER)
+
+
 def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:
     bench = Bench(tmp_path, mode="opted-in")
     theirs, ours = Request("theirs", 6), Request(f"{contract.OPT_IN_PREFIX}1-a", 7)
@@ -293,8 +215,7 @@ def test_health_probes_are_never_captured(bench: Bench) -> None:
     ("field", "reason"),
     [
         ("lora_id", contract.ADAPTER),
-        ("multimodal_inputs", contract.NOT_ONLY_TOKENS),
-        ("input_embeds", contract.NOT_ONLY_TOKENS),
+        *((name, contract.NOT_ONLY_TOKENS) for name in BESIDES_TOKENS),
     ],
 )
 def test_states_that_tokens_alone_do_not_give_are_never_complete(bench: Bench, field: str, reason: str) -> None:
@@ -311,68 +232,6 @@ def test_a_multimodal_wrapper_passes_no_ids(bench: Bench) -> None:
     forward: Callable[..., Any] = lambda ids, positions, fb, input_embeds: bench.model.forward(fb.input_ids, None, fb)  # noqa: E731
     bench.capture.forward(forward, (None, None, batch), {"input_embeds": torch.zeros(5, H)})
     assert bench.end()["r"]["complete"]
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        lambda hidden: hidden,
-        lambda hidden: (hidden, torch.zeros(len(hidden), H)),
-        lambda hidden: (hidden, [torch.zeros(len(hidden), H)] * 3),
-        lambda hidden: (hidden[:-1], torch.zeros(len(hidden) - 1, 2 * H)),
-    ],
-    ids=["nothing captured", "one block", "three blocks", "a row short"],
-)
-def test_a_model_that_captures_something_else_ends_capture_and_not_the_server(
-    bench: Bench, result: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    begun, r = Request("begun", 9), Request("r", 5)
-    bench.run([(begun, 0, 4)])
-    batch = bench.announce([(r, 0, 5)])
-    hidden = torch.arange(5.0)[:, None].repeat(1, H)
-    returned = bench.capture.forward(lambda *_: result(hidden), (batch.input_ids, None, batch), {})
-    assert isinstance(returned, torch.Tensor)
-    bench.run([(Request("later", 3), 0, 3)])
-    assert bench.end()["begun"]["incomplete_reason"] == contract.CAPTURE_FAILED
-    written = json.loads((bench.folder / contract.WRITER_FILE).read_text())
-    assert written["state"] == contract.BROKEN and written["refused"]
-    assert "EYAS CAPTURE HAS STOPPED" in caplog.text
-
-
-def test_a_request_that_is_not_what_the_plugin_knows_ends_capture_and_not_the_server(bench: Bench) -> None:
-    r = Request("r", 5)
-    del r.sampling_params
-    bench.run([(r, 0, 5)])
-    assert bench.end() == {} and bench.writer.state == contract.BROKEN
-
-
-def test_a_capture_path_that_raises_on_first_use_ends_capture_and_not_the_request(bench: Bench) -> None:
-    """A model file that changed under the plugin: the first pass is a dry run, and is done again without capture."""
-
-    class Changed(Model):
-        def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
-            if self.llama.model.layers_to_capture:
-                raise AttributeError("'AuxHiddenStatePacker' object has no attribute 'capture'")
-            return super().forward(input_ids, positions, forward_batch)
-
-    stock = Changed(packed=True)
-    stock.llama = bench.model.llama  # the one whose capture the plugin switches
-    bench.model = stock
-    for name in ("first", "second"):
-        bench.run([(Request(name, 5), 0, 5)])
-    assert stock.passes == 2 and bench.end() == {}
-    assert bench.writer.state == contract.BROKEN and "AuxHiddenStatePacker" in bench.writer.refused[0]
-
-
-def test_an_error_of_the_model_is_the_servers_own(bench: Bench) -> None:
-    batch = bench.announce([(Request("r", 5), 0, 5)])
-
-    def out_of_memory(*_: Any) -> Any:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        bench.capture.forward(out_of_memory, (batch.input_ids, None, batch), {})
-    assert not bench.model.llama.model.layers_to_capture
 
 
 def test_a_prefill_that_goes_past_the_hooks_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eyas_capture import contract
+from tests.server_patch.bench import Bench, Request
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.test_capture import Bench, Request
 from tests.server_patch.writers import Fence, until_written
 
 

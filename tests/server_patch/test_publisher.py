@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from eyas_capture import contract, publisher, writer
-from eyas_capture.handover import Handover, _Order
+from eyas_capture.handover import Handover, _Message
 from eyas_capture.identity import Identity, process_start_time
 from eyas_capture.states import tensors
-from eyas_capture.writer import Writer, _Dump, _order
+from eyas_capture.writer import Writer, _Dump, _in_words
 from tests.server_patch.slow_disk import SlowDisk
 from tests.server_patch.writers import PAGE, filled, publishers, submit, tensors_of, totals, until_written, whole
 
@@ -127,7 +127,7 @@ def test_answers_that_a_publisher_gave_before_it_died_count() -> None:
     dead.socket.close()
     dead.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     dead.socket.setblocking(False)
-    dead.orders = {number: _Order(number, b"{}") for number in range(3)}
+    dead.orders = {number: _Message(number, b"{}") for number in range(3)}
     dead.socket.send(b"unread")
     theirs.send(json.dumps({"counter": 0, "bytes": 8}).encode())
     theirs.close()
@@ -154,7 +154,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from eyas_capture.identity import Identity
-from eyas_capture.writer import Writer, _Dump, _order
+from eyas_capture.writer import Writer, _Dump, _in_words
 from tests.server_patch.writers import filled, submit
 one = Writer(Identity(Path({folder!r}), None, {{}}), 1 << 20, True)
 one.start(lambda: None)
@@ -241,7 +241,7 @@ def test_a_dump_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.Monk
     one = Writer(Identity(tmp_path, None, {}), 1 << 20, True)
     assembly = filled(one, 10, ((2, 4), (7, 9)))
     rows = tensors_of(assembly)[contract.FINAL]
-    order = _order(_Dump(assembly, None), one.identity)
+    order = _in_words(_Dump(assembly, None), one.identity)
     memory = [memoryview(os.pread(one.memory.descriptor, size, offset)) for offset, size, *_ in order["memory"]]
     with open(tmp_path / "states", "wb") as file, monkeypatch.context() as patch:
         patch.setattr(publisher.os, "write", short)

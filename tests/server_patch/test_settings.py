@@ -1,6 +1,5 @@
 """The plugin's environment variables."""
 
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ DUMP = {contract.ENV_DUMP_DIR: "/dumps"}
 
 
 def test_one_variable_is_enough() -> None:
-    assert Settings.from_env(DUMP) == Settings(Path("/dumps"), None, "all", DEFAULT_QUEUE_BYTES, "block")
+    assert Settings.from_env(DUMP) == Settings(None, "all", DEFAULT_QUEUE_BYTES, "block")
 
 
 def test_sglangs_capture_points_are_one_more_than_blocks() -> None:

@@ -310,6 +310,7 @@ def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(
         one.publish(contract.CAPTURING, [], {})
         (one.folder / contract.partial_name(3)).mkdir()
         (one.folder / contract.dump_name(2)).mkdir()
+        (one.folder / f".{contract.WRITER_FILE}.x7").touch()
 
     def remove(path: Path, ignore_errors: bool) -> None:
         """A publisher that outlived its scheduler can't publish any more what is being removed."""
@@ -319,6 +320,7 @@ def test_what_a_crash_left_is_removed_only_when_its_writer_is_dead(
     monkeypatch.setattr(identity, "shutil", SimpleNamespace(rmtree=remove))
     assert sweep_partials(tmp_path) == 2
     assert [p.parent.name for p in tmp_path.glob("*/.req_*")] == ["alive"]
+    assert [p.parent.name for p in tmp_path.glob(f"*/.{contract.WRITER_FILE}.*")] == ["alive"]
     assert len(list(tmp_path.glob("*/req_2"))) == 3
 
 
