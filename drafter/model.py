@@ -144,7 +144,7 @@ class Eagle3Drafter(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         ones = torch.ones((), dtype=wide, device=embedding.device)
         # The attention's input is [norm(embedding), norm(state)]. The embedding's half of its first product belongs to
-        # a token, not to a slot or a step: it is made once per token and looked up at every step.
+        # a token's id, not to a slot or a step: it is made once per id and looked up at every step.
         heads = mid.self_attn.heads(dtype)
         into_embed, into_state = heads.into.split(c.hidden_size, dim=1)
         shared_into, q_width = SharedWeight(into_state), heads.query_width
@@ -152,9 +152,9 @@ class Eagle3Drafter(nn.Module):
         gate_up = SharedWeight(torch.cat([mid.mlp.gate_proj.weight, mid.mlp.up_proj.weight]).to(dtype))
         down = SharedWeight(mid.mlp.down_proj.weight.to(dtype))
 
-        tokens, token_of = _tokens_seen(plan, len(batch.input_ids))
+        tokens, token_of = _tokens_seen(plan, batch.input_ids)
         # The norm's weight goes into the matrix: frozen inputs then need no gradient, which saves a product.
-        unit = rms_norm(embedding[batch.input_ids[tokens]], ones, c.rms_norm_eps, dtype)
+        unit = rms_norm(embedding[tokens], ones, c.rms_norm_eps, dtype)
         embed = SharedRows(unit @ (into_embed * mid.input_layernorm.weight.to(dtype)).T)  # [T, width]
 
         aux = batch.aux if len(plan.context) == len(batch.aux) else batch.aux[plan.context]
@@ -213,13 +213,15 @@ class Eagle3Drafter(nn.Module):
                 yield self.norm(take_rows(state, scored), dtype)
 
 
-def _tokens_seen(plan: SlotPlan, n: int) -> tuple[Tensor, Tensor]:
-    """The tokens some computed slot sees, ascending [T], and each token's place among them [N + 1]."""
+def _tokens_seen(plan: SlotPlan, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The target ids that some computed slot sees [T], each once, and each token's place among them [N + 1]; the places
+    of tokens no slot sees mean nothing."""
+    n = len(input_ids)
     seen = torch.zeros(n + 1, dtype=torch.bool, device=plan.context.device)
     seen[seen_token(plan.context, 0)] = True
     for j, rows in enumerate(plan.rows):
         seen[seen_token(rows, j)] = True
     tokens = seen.nonzero()[:, 0]
     place = torch.zeros(n + 1, dtype=torch.int64, device=seen.device)
-    place[tokens] = torch.arange(len(tokens), device=seen.device)
-    return tokens, place
+    ids, place[tokens] = input_ids[tokens].unique(return_inverse=True)
+    return ids, place
