@@ -110,7 +110,7 @@ def floor_seconds(config: DrafterConfig, row: Row, work: Work, rate: float) -> f
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     plan = work.plan
     context, computed, scored = len(plan.context), sum(map(len, plan.rows)), sum(work.scored())
-    seen = len(plan.context) + plan.steps
+    seen = len(row.input_ids.unique())
     products: float = 2 * 2 * context * config.states_width * h  # fc: its input needs no gradient
     products += 3 * 2 * context * h * 2 * kv + 2 * 2 * seen * h * (q + 2 * kv)  # step 0 keys, values; embedding half
     products += 3 * 2 * computed * (h * q + q * h + 3 * h * i) + 3 * 2 * (computed - len(plan.rows[0])) * h * 2 * kv

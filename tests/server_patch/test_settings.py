@@ -1,6 +1,5 @@
 """The plugin's environment variables."""
 
-
 import pytest
 
 from eyas_capture import contract, plugin
