@@ -3,7 +3,8 @@
     python -m benchmarks.capture_matrix [--kinds deepseek_v3 llama ...]
 
 The last line is one JSON object: `cases` compared, `failed` (max abs diff above 1e-5, or a dump that is missing,
-incomplete without cause, or of other tokens), `max_abs_diff`, and `bfloat16_different`: values that are not, bit for
+incomplete without cause, or of other tokens; prompts are such that float32 decides which experts a token goes to, see
+`settled_prompt`), `max_abs_diff`, and `bfloat16_different`: values that are not, bit for
 bit, what SGLang's own return of hidden states gives for the same prompts (of `bfloat16_compared`). A family with such
 values counts as a failed case.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import tiny_kimi
-from benchmarks.capture_server import Served, capture_server, max_abs_diff, prompt
+from benchmarks.capture_server import Served, capture_server, max_abs_diff, prompt, settled_prompt
 from eyas_capture import contract
 from tests.tiny_models import BLOCKS, KINDS, make_tiny
 
@@ -44,47 +45,50 @@ def compare(served: Served, model: Path, name: str, prompts: dict[str, list[int]
 
 def whole_prompts(served: Served, model: Path) -> Iterator[Case]:
     """Alone, eight at once, and the prefix cache with shared prefixes."""
-    alone = {f"alone-{n}": prompt(n, 1) for n in (1, 96)}
+    alone = {f"alone-{n}": settled_prompt(model, n, 1) for n in (1, 96)}
     for rid, ids in alone.items():
         served.ask(ids, rid)
     yield from compare(served, model, "alone", alone)
 
-    eight = {f"eight-{n}": prompt(n, 2) for n in LENGTHS}
+    eight = {f"eight-{n}": settled_prompt(model, n, 2) for n in LENGTHS}
     # One message, so that all eight are in the same pass however busy the machine is.
     served.post({"input_ids": [*eight.values()], "rid": [*eight], "sampling_params": {"max_new_tokens": 3}})
     yield from compare(served, model, "8 in a pass", eight)
 
-    several = {f"several-{n}": prompt(n, 10) for n in LENGTHS}
+    several = {f"several-{n}": settled_prompt(model, n, 10) for n in LENGTHS}
     served.ask_at_once(several, new_tokens=3)
     yield from compare(served, model, "8 clients", several)
 
-    base = prompt(120, 3)
-    shared = {f"{contract.OPT_IN_PREFIX}shared-{n}": base[:80] + prompt(n, 4) for n in (5, 40)}
+    base = settled_prompt(model, 120, 3)
+    shared = {f"{contract.OPT_IN_PREFIX}shared-{n}": settled_prompt(model, n, 4, base[:80]) for n in (5, 40)}
     served.ask(base, "base")
     # With a key of its own a request hits nothing, though the cache holds its prefix; without one it does, and says so.
     for rid, ids in shared.items():
         served.ask(ids, rid, extra_key=rid)
     yield from compare(served, model, "radix, own key", shared)
-    served.ask(base + prompt(9, 5), "hit")
+    hit_ids = settled_prompt(model, 9, 5, base)
+    served.ask(hit_ids, "hit")
     hit = served.wait_for(["hit"])["hit"]
     honest = not hit.record["complete"] and hit.record["incomplete_reason"] == contract.PREFIX_CACHE
     honest &= hit.record["prefix_cached"] > 0 and hit.record["spans"][0][0] == hit.record["prefix_cached"]
-    yield "radix, hit", max_abs_diff(hit, model, base + prompt(9, 5), AFTER_BLOCK) if honest else INFINITE
+    yield "radix, hit", max_abs_diff(hit, model, hit_ids, AFTER_BLOCK) if honest else INFINITE
 
 
 def chunked_and_mixed(served: Served, model: Path) -> Iterator[Case]:
     """Chunks of 64, and prefill chunks in the same pass as other requests' decoding."""
-    chunked = {f"chunked-{n}": prompt(n, 6) for n in LENGTHS}
+    chunked = {f"chunked-{n}": settled_prompt(model, n, 6) for n in LENGTHS}
     served.ask_at_once(chunked)
     yield from compare(served, model, "chunked at 64", chunked)
 
-    mixed = {f"mixed-{n}": prompt(n, 7) for n in LENGTHS}
+    mixed = {f"mixed-{n}": settled_prompt(model, n, 7) for n in LENGTHS}
     with ThreadPoolExecutor(3) as pool:  # requests that decode while the others' chunks are prefilled
-        decoding = [pool.submit(served.ask, prompt(12, n), f"decoding-{n}", 120) for n in range(3)]
+        decoding = [pool.submit(served.ask, settled_prompt(model, 12, n), f"decoding-{n}", 120) for n in range(3)]
         served.ask_at_once(mixed, new_tokens=8)
         for future in decoding:
             future.result()
-    yield from compare(served, model, "mixed", mixed | {f"decoding-{n}": prompt(12, n) for n in range(3)})
+    yield from compare(
+        served, model, "mixed", mixed | {f"decoding-{n}": settled_prompt(model, 12, n) for n in range(3)}
+    )
 
 
 def two_ranks(served: Served, model: Path) -> Iterator[Case]:
@@ -93,7 +97,7 @@ def two_ranks(served: Served, model: Path) -> Iterator[Case]:
     The final state is also compared, bit for bit, with what the server itself returns: where both differ from the
     reference alike, it is the server's arithmetic and not the capture.
     """
-    both = {f"tp2-{n}": prompt(n, 8) for n in LENGTHS}
+    both = {f"tp2-{n}": settled_prompt(model, n, 8) for n in LENGTHS}
     answers = served.ask_at_once(both, new_tokens=2, return_hidden_states=True)
     yield from compare(served, model, "tp 2", both)
     for rid, dump in served.wait_for(both).items():
@@ -105,7 +109,7 @@ def two_ranks(served: Served, model: Path) -> Iterator[Case]:
 
 def two_replicas(served: Served, model: Path) -> Iterator[Case]:
     """Data parallel: each replica has a writer and a counter of its own."""
-    both = {f"dp2-{n}": prompt(n, 11) for n in LENGTHS}
+    both = {f"dp2-{n}": settled_prompt(model, n, 11) for n in LENGTHS}
     served.ask_at_once(both, new_tokens=2)
     yield from compare(served, model, "dp 2", both)
     ranks = sorted(writer["dp_rank"] for writer in served.writers())

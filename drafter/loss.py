@@ -133,7 +133,8 @@ class _HeadLoss(torch.autograd.Function):
         grad_rows = torch.empty_like(rows) if wants_grad else None
         grad_head: Tensor | None = None
         most = max(1, chunk_rows // len(sizes))
-        teachers = math.ceil(len(teacher_states) / max(1, math.ceil(len(teacher_states) / most)))  # no small rest
+        chunks = max(1, math.ceil(len(teacher_states) / most))
+        teachers = max(1, math.ceil(len(teacher_states) / chunks))  # even: no small rest
         # Buffers for all chunks: fresh memory of this size costs as much, by its page faults, as a pass over it.
         room, width = min(teachers * len(sizes), len(rows)), len(head)
         narrow = rows.new_empty(room, width)
@@ -238,5 +239,5 @@ def _loss_and_gradient(
     q.div_(total)
     accept = torch.minimum(p, q, out=scratch).sum(-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).tiny)
     short = (q < p) * q  # where more of q is more acceptance
-    q.mul_(short.sum(-1, keepdim=True)).sub_(short)
-    return accept.log()[:, 0].neg_(), hit, accept.reciprocal_()
+    q.mul_(short.sum(-1, keepdim=True)).sub_(short).div_(accept)  # not by the factor: both may be tiny
+    return accept.log()[:, 0].neg_(), hit, torch.ones_like(accept)

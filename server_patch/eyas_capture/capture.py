@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 import weakref
 from array import array
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class Capture:
         self._requests: list[Any] = []  # of the batch that was announced
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
-        self._unusable = False  # it could not, so this rank runs the stock path from then on
+        self._stock_only = False  # it could not, or nobody keeps its rows
         self._given_up = False
         self._lock = threading.RLock()
         self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
@@ -87,7 +88,7 @@ class Capture:
         self._expected = bool(self._chunks(forward_batch))
         if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
             for request in requests:
-                if _samples(request) > 1 and request.sampling_params.max_new_tokens > 0:
+                if request.sampling_params.n > 1 and request.sampling_params.max_new_tokens > 0:
                     # The copies decode, so they are not mistaken for the prefill that came before them.
                     self._samples_left.pop(contract.tokens_sha256(request.origin_input_ids), None)
         self.close_ended()
@@ -101,22 +102,26 @@ class Capture:
             self.give_up(f"{type(error).__name__}: {error}")
             chunks = []
         self._expected = False
-        if not chunks or self._unusable:
+        if not chunks or self._stock_only:
             return original(*args, **kwargs)
+        again, why = self._repeatable(args, kwargs), None
         try:
             with self._layers.on():
-                hidden, aux = _unpacked(original(*args, **kwargs))
+                result = original(*args, **kwargs)
         except Exception as error:
-            # A capture path that this release broke, or that needs memory which the stock path does not, must not cost
-            # a request: the pass is run again as stock, and raises by itself when the trouble was not capture's. Later
-            # than the dry run a rank may be alone with its trouble, and must not leave its peers in a collective.
-            if self._tried and not self._alone:
+            if again is None:
                 raise
+            why = f"the model's capture path raised {type(error).__name__}: {error}"
+            logger.error("eyas: %s\n%s", why, traceback.format_exc())  # as text: log handlers may keep exceptions
+        if why is not None:  # only here has the failed pass's memory been given back: the exception held its frames
+            args, kwargs = again
             result = original(*args, **kwargs)
-            self._unusable = True
-            self.give_up(f"the model's capture path raised {type(error).__name__}: {error}")
+            self._stock_only = True
+            self.give_up(why)
             return result
         self._tried = True
+        hidden, *rest = result if isinstance(result, tuple) else (result,)
+        aux = rest[0] if len(rest) == 1 else None
         if self._writer is not None and self._writer.state == contract.CAPTURING and not self._writer.ending:
             input_ids = args[0] if args else kwargs.get("input_ids")
             # A multimodal wrapper passes embeddings and no ids; the batch still has them.
@@ -126,6 +131,20 @@ class Capture:
             except Exception as error:  # whatever it is, it must end the capture and not the server
                 self.give_up(f"{type(error).__name__}: {error}")
         return hidden
+
+    def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments to run this pass with once more, as stock, if it raises; None where that must not be.
+
+        A capture path that this release broke, or that needs memory which the stock path does not, must not cost a
+        request; when the trouble was not capture's, the stock path raises by itself. The first pass is a dry run, on
+        every rank. Later a rank may be alone with its trouble, and must not leave its peers in a collective; and given
+        embeddings, which a model may add to in place, are not copied at every pass.
+        """
+        given = [value for value in (*args, *kwargs.values()) if _is_floating(value)]
+        if not self._tried:
+            copies = {id(value): value.clone() for value in given}
+            return tuple(copies.get(id(v), v) for v in args), {k: copies.get(id(v), v) for k, v in kwargs.items()}
+        return (args, kwargs) if self._alone and not given else None
 
     def _chunks(self, forward_batch: Any) -> list[Chunk]:
         """The parts of this pass to capture; a function of the batch alone, the same on every rank.
@@ -162,7 +181,7 @@ class Capture:
         if self._mode == OPTED_IN and not request.rid.startswith(contract.OPT_IN_PREFIX):
             return False
         # Parallel sampling: SGLang first prefills the prompt once with max_new_tokens 0, then sends n copies.
-        return _samples(request) == 1 or request.sampling_params.max_new_tokens == 0
+        return request.sampling_params.n == 1 or request.sampling_params.max_new_tokens == 0
 
     def _split(self, aux: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Captured rows as one [rows, H] tensor per block. Raises Drift when they are not what was asked for."""
@@ -262,7 +281,7 @@ class Capture:
 
     def _is_a_further_sample(self, request: Any) -> bool:
         """With n > 1 and max_new_tokens 0 the prefill and its n copies look alike: the first one is captured."""
-        samples = _samples(request)
+        samples = request.sampling_params.n
         if samples == 1:
             return False
         key, now = contract.tokens_sha256(request.origin_input_ids), time.monotonic()
@@ -304,6 +323,7 @@ class Capture:
         if self._given_up:
             return
         self._given_up = True
+        self._stock_only |= self._alone  # else other ranks go on, and expect this one in their collectives
         logger.error("EYAS CAPTURE HAS STOPPED, serving goes on: %s", why, exc_info=sys.exc_info()[0] is not None)
         if self._writer is not None:
             self._writer.state = contract.BROKEN
@@ -332,24 +352,12 @@ class Capture:
             self._writer.submit(assembly, reason)
 
 
-def _unpacked(result: Any) -> tuple[torch.Tensor, Any]:
-    """Final state and captured rows of a pass. Raises Drift when a model file returns something else."""
-    hidden, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(hidden, torch.Tensor):
-        raise Drift(f"the model returned a {type(result).__name__}, expected hidden states and captured rows")
-    return hidden, aux
-
-
-def _samples(request: Any) -> int:
-    """How often SGLang runs this prompt. A beam search is one request, whose n is the number of beams returned."""
-    sampling = request.sampling_params
-    return 1 if (getattr(sampling, "beam_width", None) or 1) > 1 else int(sampling.n)
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _unfit(request: Any) -> str | None:
     """Why this request's rows are not the base model's states of its token ids; None when they are."""
-    if request.lora_id is not None:
-        return contract.ADAPTER
     if any(getattr(request, name) is not None for name in BESIDES_TOKENS):
         return contract.NOT_ONLY_TOKENS
-    return None
+    return None if request.lora_id is None else contract.ADAPTER

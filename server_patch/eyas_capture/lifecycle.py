@@ -51,7 +51,8 @@ class Lifecycle:
             self._settings = Settings.from_env(self._env)
             hooks.check_sglang()
         except (SettingsError, Drift) as error:
-            self._refuse([str(error)], dp_rank=None, facts={}, publish=multiprocessing.parent_process() is None)
+            main = multiprocessing.parent_process() is None
+            self._refuse([str(error)], Identity(self._dump_dir, None, {}) if main else None)
             return
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -76,8 +77,7 @@ class Lifecycle:
             self._begin(runner)
         except Exception as error:  # a server must start with a broken plugin too
             logger.exception("eyas: capture cannot begin")
-            self._capture = None
-            self._refuse([f"{type(error).__name__}: {error}"], dp_rank=None, facts={}, publish=True)
+            self._refuse([f"{type(error).__name__}: {error}"], Identity(self._dump_dir, None, {}))
 
     def around_init_batch(self, original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **kwargs: Any) -> Any:
         """ForwardBatch.init_new: the last place that knows the requests of a pass."""
@@ -122,8 +122,9 @@ class Lifecycle:
             except (LayersError, Drift) as error:
                 reasons, layers = [str(error)], None
         facts = self._facts(runner, server, layers)
+        identity = Identity(self._dump_dir, server.dp_rank, facts) if server.writes else None
         if layers is None:
-            self._refuse(reasons, server.dp_rank, facts, publish=server.writes)
+            self._refuse(reasons, identity)
             return
         if not layers.proven:
             logger.warning(
@@ -131,15 +132,9 @@ class Lifecycle:
                 type(layers.inner).__name__,
             )
         device = torch.device(runner.device)
-        if server.writes:
-            with contextlib.suppress(OSError):  # told by the writer, which tries again for as long as it lives
-                self._dump_dir.mkdir(parents=True, exist_ok=True)
-                sweep_partials(self._dump_dir)
-            identity = Identity(self._dump_dir, server.dp_rank, facts)
-            self._writer = Writer(identity, self._settings.queue_bytes, self._settings.when_full == BLOCK, device)
+        if identity is not None:
+            self._writer = self._started_writer(identity, device)
         self._capture = Capture(layers, self._settings.mode, self._writer, device, server.tp_size)
-        if self._writer is not None:
-            self._writer.start(self._capture.close_ended)
         _wrap_forward(layers.inner, self._capture.forward)
         if self._writer is not None:
             logger.info(
@@ -148,6 +143,25 @@ class Lifecycle:
                 self._settings.mode,
                 self._writer.identity.folder,
             )
+
+    def _started_writer(self, identity: Identity, device: torch.device) -> Writer | None:
+        """None where there cannot be one: this rank then runs the same passes as the others, and keeps nothing."""
+        assert self._settings is not None
+        with contextlib.suppress(OSError):  # told by the writer, which tries again for as long as it lives
+            self._dump_dir.mkdir(parents=True, exist_ok=True)
+            sweep_partials(self._dump_dir)
+        try:
+            writer = Writer(identity, self._settings.queue_bytes, self._settings.when_full == BLOCK, device)
+            writer.start(self._close_ended)
+        except Exception as error:  # no memory, descriptors or threads to be had
+            logger.exception("eyas: the writer cannot start")
+            self._refuse([f"{type(error).__name__}: {error}"], identity)
+            return None
+        return writer
+
+    def _close_ended(self) -> None:
+        if self._capture is not None:
+            self._capture.close_ended()
 
     def _facts(self, runner: Any, server: ServerFacts, layers: CaptureLayers | None) -> dict[str, Any]:
         config = Path(runner.model_config.model_path) / "config.json"
@@ -171,16 +185,11 @@ class Lifecycle:
             "flags": server.flags | {"prefill_graph": server.prefill_graph},
         }
 
-    def _refuse(self, reasons: list[str], dp_rank: int | None, facts: dict[str, Any], publish: bool) -> None:
-        """Serve on without capture, and say so where people look and where the pipeline looks."""
+    def _refuse(self, reasons: list[str], identity: Identity | None) -> None:
+        """Serve on without capture, and say so where people look and, as `identity`, where the pipeline looks."""
         logger.error("EYAS CAPTURE IS OFF, serving goes on. %s", " | ".join(reasons))
-        if not publish:
+        if identity is None:
             return
-        if self._writer is not None:  # it had begun already
-            self._writer.state, self._writer.refused = contract.REFUSED, reasons
-            self._writer.publish()
-            return
-        identity = Identity(self._dump_dir, dp_rank, facts)
         try:
             identity.publish(contract.REFUSED, reasons, Totals().as_json())
         except OSError as error:
@@ -190,9 +199,14 @@ class Lifecycle:
         if self._capture is None or self._writer is None:
             return
         self._writer.ending = True  # a forward pass that waits for the disk must not hold up the end
-        self._capture.close_all(contract.SERVER_STOPPED)
-        if not self._writer.stop(deadline_s):
-            logger.error("eyas: the disk was too slow: dumps still queued after %.0f s are lost", deadline_s)
+        try:
+            self._capture.close_all(contract.SERVER_STOPPED)
+            if not self._writer.stop(deadline_s):
+                logger.error(
+                    "eyas: after %.0f s the disk had not taken every dump: what was still queued is lost", deadline_s
+                )
+        except Exception:  # the scheduler's own trouble is what people must hear of
+            logger.exception("eyas: the end of capture failed")
 
     def _drain_on_sigterm(self) -> None:
         """SIGTERM at this process ends it at once, as before, except that the queue is written first.

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT_BYTES = 256 << 20  # at most, of memory that isn't pinned: pinning takes longer than copying
 _MOST_KEPT = 512  # pieces: each is a descriptor
+_POPULATE_WRITE = 23  # of Linux's mman.h; Python has no name for it
 _SPACE = 1 << 60  # bytes of addresses; only what is in use takes memory
 
 
@@ -60,9 +61,11 @@ class SharedMemory:
                 self._count(piece)
                 return piece
             offset, self._offsets = self._offsets, self._offsets + size
-        # Populating a mapping is silent about what it does not get, and the first touch then ends the process.
+        mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED, offset=offset)
+        # Populating is silent about memory that is not to be had, and the first touch then ends the process.
         os.posix_fallocate(self.descriptor, offset, size)
-        mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+        with contextlib.suppress(OSError):  # before Linux 5.14 each page costs a fault
+            mapping.madvise(_POPULATE_WRITE)
         piece = Piece(offset, size, mapping, self._pinned and self._pin(mapping))
         with self._lock:
             self._count(piece)

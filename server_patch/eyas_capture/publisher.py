@@ -7,8 +7,9 @@ Standard library only: it starts in a moment and stays small, however long a pro
 keeps messages whole. Each message is JSON, with tuples as lists:
 
     in    {"folder", "writer_id", "counter", "request_id", "reason": why the dump is incomplete, or null,
-           "tokens": S, "cached", "memory": [(offset, bytes, where the ids of its rows begin, rows), ...] of each piece
-           of the shared memory, "sent": where the prompt begins in the first piece,
+           "tokens": S, "cached", "only_tokens": whether the rows follow from them alone,
+           "memory": [(offset, bytes, where the ids of its rows begin, rows), ...] of each piece of the shared memory,
+           "sent": where the prompt begins in the first piece,
            "rows": [(name, dtype, H, bytes of a row), ...] of each tensor: they follow the ids, one after the other,
            "parts": [(start, stop, piece, row), ...]: rows [start, stop) of the prompt begin at a row of a piece}
     out   {"counter", "bytes": of the file, "reason"} | {"counter", "gone": true}: somebody deleted the folder
@@ -51,7 +52,7 @@ def publish(order: dict[str, Any], memory: int) -> dict[str, Any]:
     pieces = [_mapped(memory, offset, size) for offset, size, *_ in order["memory"]]
     reason = order["reason"]
     # A model file changes the ids of a pass where images stand.
-    if reason != contract.NOT_ONLY_TOKENS and not same_tokens(order, pieces):
+    if order["only_tokens"] and not same_tokens(order, pieces):
         reason = contract.TOKENS_DIFFER
     partial, published = f"{folder}/{contract.partial_name(counter)}", f"{folder}/{contract.dump_name(counter)}"
     try:

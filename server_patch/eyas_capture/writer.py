@@ -166,7 +166,13 @@ class Writer:
         with self._lock:
             self._looked = True
             self.totals.memory_peak_bytes = self.memory.peak_bytes
-            while self._copied and self._copied[0].landed():
+            while self._copied:
+                try:
+                    if not self._copied[0].landed():
+                        break
+                except Exception as error:  # the GPU's: it takes this dump, and not what waits behind it
+                    self.lose(self._copied.popleft().assembly, type(error).__name__)
+                    continue
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
             if gone and not os.path.exists(self.identity.folder / contract.WRITER_FILE):
@@ -235,10 +241,9 @@ class Writer:
                 self.look()
             self._drained = not self._waiting
             with self._lock:
-                unsent = [*self._copied, *(self._ordered.pop(counter) for counter in self._handover.take_unsent())]
-                self._copied.clear()
-                for dump in unsent:
-                    self.lose(dump.assembly, contract.SERVER_STOPPED)
+                unsent = len(self._copied) + len(self._handover.take_unsent())
+                if unsent:  # their memory stays theirs: a GPU may still be copying into it
+                    self.totals.lost[contract.SERVER_STOPPED] += unsent
             if self.state == contract.CAPTURING:
                 self.state = contract.STOPPED
             self.publish()
@@ -300,6 +305,7 @@ def _in_words(dump: _Dump, identity: Identity) -> dict[str, Any]:
         "reason": dump.reason,
         "tokens": len(assembly.tokens),
         "cached": assembly.from_cache,
+        "only_tokens": assembly.unfit != contract.NOT_ONLY_TOKENS,
         "memory": [rows.words for rows in places],
         "sent": assembly.prompt[1],
         "rows": places[0].layout.words,

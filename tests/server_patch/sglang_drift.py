@@ -36,6 +36,10 @@ def main() -> None:
     known = {option for action in parser._actions for option in action.option_strings}
     found: dict[str, Any] = {"unknown_flags": sorted(set(sys.argv[1:]) - known), "stock": drift()}
 
+    Lifecycle(os.environ).hook()
+    found["registered"] = sorted(HookRegistry._hooks)
+    HookRegistry.reset()
+
     def init_new(scheduler_batch: Any, runner: Any) -> None:
         """A function of the same name in another release."""
 

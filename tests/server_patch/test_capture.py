@@ -174,28 +174,22 @@ def test_copies_that_never_come_hide_no_later_request(bench: Bench, monkeypatch:
     assert len(bench.capture._samples_left) <= 1
 
 
-def test_a_beam_search_is_one_request(bench: Bench) -> None:
-    """SGLang prefills it once, as it comes; its n is the number of beams to return."""
-    r = Request("r", 9, n=2, max_new_tokens=8)
-    r.sampling_params.beam_width = 4
-    bench.run([(r, 0, 9)])
-    assert bench.end()["r"]["complete"]
-
-
-@pytest.mark.parametrize(
-    ("field", "reason"), [("multimodal_inputs", contract.NOT_ONLY_TOKENS), ("to_finish", None)], ids=["image", "text"]
-)
-def test_where_images_stand_the_ids_of_a_pass_are_others(bench: Bench, field: str, reason: str | None) -> None:
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "aborted"])
+@pytest.mark.parametrize("fields", [("multimodal_inputs",), ("multimodal_inputs", "lora_id"), ()], ids=str)
+def test_where_images_stand_the_ids_of_a_pass_are_others(bench: Bench, fields: tuple[str, ...], cut: bool) -> None:
     """A multimodal wrapper clamps them in place. Without an image, other ids are a defect."""
-    r = Request("r", 5)
-    if reason:
+    r = Request("r", 9 if cut else 5)
+    for field in fields:
         setattr(r, field, "an image")
     batch = bench.announce([(r, 0, 5)])
     batch.input_ids[2] = 999_999
     bench.capture.forward(bench.model.forward, (batch.input_ids, None, batch), {})
+    r.over = cut
+    bench.capture.close_ended()
     assert bench.writer.stop(10)
     (record,) = (json.loads(p.read_text()) for p in bench.folder.glob("req_*/record.json"))
-    assert record["incomplete_reason"] == (reason or contract.TOKENS_DIFFER)
+    expected = contract.ABORTED if cut else contract.NOT_ONLY_TOKENS
+    assert record["incomplete_reason"] == (expected if fields else contract.TOKENS_DIFFER)
 
 
 def test_opted_in_captures_only_those_who_ask(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.capture_matrix import AFTER_BLOCK, ENV, LENGTHS, TOLERANCE, TWO_RANKS_ENV
-from benchmarks.capture_server import FoundDump, Served, capture_server, max_abs_diff, prompt
+from benchmarks.capture_server import FoundDump, Served, capture_server, max_abs_diff, prompt, settled_prompt
 from eyas_capture import contract
 from tests.tiny_models import make_tiny
 
@@ -68,20 +68,20 @@ def test_the_writer_says_what_it_captures(served: Served) -> None:
 
 
 def test_interleaved_chunks_and_decoding_in_the_same_pass(served: Served, model: Path) -> None:
-    prompts = {f"mixed-{n}": prompt(n, 1) for n in LENGTHS}
+    prompts = {f"mixed-{n}": settled_prompt(model, n, 1) for n in LENGTHS}
     with ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(served.ask, prompt(12, 1), "decoding", 60)
+        decoding = pool.submit(served.ask, settled_prompt(model, 12, 1), "decoding", 60)
         served.ask_at_once(prompts, new_tokens=6)
         decoding.result()
     dumps = served.wait_for([*prompts, "decoding"])
     for rid, ids in prompts.items():
         assert_complete(dumps[rid], model, ids)
-    assert_complete(dumps["decoding"], model, prompt(12, 1))
+    assert_complete(dumps["decoding"], model, settled_prompt(model, 12, 1))
     assert len(dumps["mixed-257"].record["spans"]) >= 5
 
 
 def test_a_prefix_hit_is_known_and_marked(served: Served, model: Path) -> None:
-    base, longer = prompt(100, 2), prompt(100, 2) + prompt(20, 3)
+    base, longer = settled_prompt(model, 100, 2), settled_prompt(model, 20, 3, settled_prompt(model, 100, 2))
     served.ask(base, "base")
     answer = served.ask(longer, "hit")
     dump = served.wait_for(["hit"])["hit"]
@@ -92,7 +92,7 @@ def test_a_prefix_hit_is_known_and_marked(served: Served, model: Path) -> None:
 
 
 def test_a_key_of_its_own_makes_a_request_whole_with_the_cache_on(served: Served, model: Path) -> None:
-    ids = prompt(100, 2)  # in the cache since the test before
+    ids = settled_prompt(model, 100, 2)  # in the cache since the test before
     for rid in ("own-1", "own-2"):
         served.ask(ids, rid, extra_key=rid)
     for dump in served.wait_for(["own-1", "own-2"]).values():
@@ -101,19 +101,19 @@ def test_a_key_of_its_own_makes_a_request_whole_with_the_cache_on(served: Served
 
 @pytest.mark.parametrize("length", [1, 700])
 def test_the_shortest_prompt_and_one_of_many_chunks(served: Served, model: Path, length: int) -> None:
-    ids = prompt(length, 4)
+    ids = settled_prompt(model, length, 4)
     served.ask(ids, f"length-{length}")
     assert_complete(served.wait_for([f"length-{length}"])[f"length-{length}"], model, ids)
 
 
 def test_no_new_tokens_at_all(served: Served, model: Path) -> None:
-    ids = prompt(70, 5)
+    ids = settled_prompt(model, 70, 5)
     assert served.ask(ids, "none", new_tokens=0)["output_ids"] == []
     assert_complete(served.wait_for(["none"])["none"], model, ids)
 
 
 def test_a_streamed_answer(served: Served, model: Path) -> None:
-    ids = prompt(70, 6)
+    ids = settled_prompt(model, 70, 6)
     body = {"input_ids": ids, "rid": "stream", "stream": True, "sampling_params": {"max_new_tokens": 5}}
     with served.http.stream("POST", "/generate", json=body) as answer:
         assert sum(line.startswith("data: {") for line in answer.iter_lines()) >= 1
@@ -121,7 +121,7 @@ def test_a_streamed_answer(served: Served, model: Path) -> None:
 
 
 def test_a_batch_in_one_request(served: Served, model: Path) -> None:
-    batch = [prompt(n, 7) for n in (20, 90, 5)]
+    batch = [settled_prompt(model, n, 7) for n in (20, 90, 5)]
     rids = ["batch-0", "batch-1", "batch-2"]
     served.post({"input_ids": batch, "rid": rids, "sampling_params": {"max_new_tokens": 2}})
     for rid, dump in served.wait_for(rids).items():
@@ -129,14 +129,14 @@ def test_a_batch_in_one_request(served: Served, model: Path) -> None:
 
 
 def test_token_ids_through_the_openai_api(served: Served, model: Path) -> None:
-    ids = prompt(33, 8)
+    ids = settled_prompt(model, 33, 8)
     served.post({"model": "x", "prompt": ids, "max_tokens": 2, "rid": "openai"}, "/v1/completions")
     assert_complete(served.wait_for(["openai"])["openai"], model, ids)
 
 
 @pytest.mark.parametrize("new_tokens", [4, 0])
 def test_parallel_sampling_gives_one_dump(served: Served, model: Path, new_tokens: int) -> None:
-    ids, before = prompt(80, 9 + new_tokens), len(served.dumps())
+    ids, before = settled_prompt(model, 80, 9 + new_tokens), len(served.dumps())
     served.post({"input_ids": ids, "sampling_params": {"max_new_tokens": new_tokens, "n": 3, "temperature": 1.0}})
     served.ask(prompt(3, 9), f"after-{new_tokens}")
     served.wait_for([f"after-{new_tokens}"])
@@ -161,7 +161,7 @@ def being_prefilled(served: Served, ids: list[int], rid: str) -> Iterator[Future
 
 
 def test_an_aborted_prompt_keeps_its_first_chunks(served: Served, model: Path) -> None:
-    ids = prompt(1200, 10)
+    ids = settled_prompt(model, 1200, 10)
     with being_prefilled(served, ids, "aborted") as running:
         served.http.post("/abort_request", json={"rid": "aborted"})
         assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -173,7 +173,7 @@ def test_an_aborted_prompt_keeps_its_first_chunks(served: Served, model: Path) -
 
 def test_a_prompt_retracted_half_way_is_captured_whole(served: Served, model: Path) -> None:
     """Its cache is emptied meanwhile, so rows that were captured before are computed again."""
-    ids = prompt(1200, 12)
+    ids = settled_prompt(model, 1200, 12)
     with being_prefilled(served, ids, "retracted") as running:
         served.post({"mode": "retract"}, "/pause_generation")
         assert served.http.post("/flush_cache").status_code == 200
@@ -211,7 +211,7 @@ def test_opted_in_on_two_ranks_and_the_end_of_a_scheduler(model: Path, work: Pat
         model, work / "tp2", flags={"tp-size": 2, "context-length": FULL_CONTEXT}, env=env, dump_dir=work / "dump"
     ) as served:
         served.seen = {}
-        ours = {f"{contract.OPT_IN_PREFIX}run-{n}": prompt(n, 20) for n in (*LENGTHS, LONGEST)}
+        ours = {f"{contract.OPT_IN_PREFIX}run-{n}": settled_prompt(model, n, 20) for n in (*LENGTHS, LONGEST)}
         served.ask_at_once(ours | {f"theirs-{n}": prompt(n, 21) for n in LENGTHS}, new_tokens=3)
         dumps = served.wait_for(ours)
         for rid, ids in ours.items():

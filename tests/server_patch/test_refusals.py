@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eyas_capture import contract
+from eyas_capture import contract, hooks
 from eyas_capture.refusals import DISABLED, ServerFacts, refusals
 from infra.server import CPU_ENV
 from tests.servers import REPOSITORY, SGLANG_PYTHON
@@ -72,6 +72,7 @@ def test_an_sglang_whose_functions_have_changed_is_refused_by_their_names(tmp_pa
     found = json.loads(ran.stdout.splitlines()[-1])
     assert len(flags) > 12 and found["unknown_flags"] == []
     assert found["stock"] is None
+    assert found["registered"] == sorted((hooks.LOAD_MODEL, hooks.INIT_BATCH, hooks.EVENT_LOOP, *hooks.NEW_WEIGHTS))
     for changed in (found["changed"], found["writers"][0]["refused"][0]):
         assert "ForwardBatch.init_new takes ('scheduler_batch', 'runner')" in changed
         assert "Req.finished is gone" in changed

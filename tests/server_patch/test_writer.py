@@ -75,6 +75,7 @@ def test_totals_always_add_up(made: Callable[..., Writer]) -> None:
     assert one.stop(10)
     found = totals(one)
     assert set(found) == set(contract.TOTALS_KEYS)
+    assert found["memory_peak_bytes"] >= found["queue_peak_bytes"] > 0
     assert (found["captured"], found["complete"], found["pending"], found["queue_bytes"]) == (6, 2, 1, 0)
     assert found["incomplete"] == {contract.ABORTED: 2, contract.PREFIX_CACHE: 1}
     on_disk = sum(file.stat().st_size for file in one.identity.folder.glob("req_*/states.safetensors"))
