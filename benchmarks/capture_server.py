@@ -156,11 +156,11 @@ def settled_prompt(folder: Path, length: int, seed: int, before: Sequence[int] =
     (and in one, from one batch to another), and the states of that token have nothing in common. Judged by the
     reference alone: nudged in the last bits of its embeddings it must stay where it is.
     """
-    while True:
-        ids = [*before, *prompt(length, seed)]
+    for another in range(50):
+        ids = [*before, *prompt(length, seed + 1000 * another)]
         if _is_settled(folder, tuple(ids)):
             return ids
-        seed += 1000
+    raise RuntimeError(f"no settled prompt of {length} tokens behind {len(before)}")
 
 
 def _is_settled(folder: Path, ids: tuple[int, ...]) -> bool:

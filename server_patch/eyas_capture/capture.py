@@ -57,7 +57,7 @@ class Capture:
         self._requests: list[Any] = []  # of the batch that was announced
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
-        self._stock_only = False  # it could not, or nobody keeps its rows
+        self._stock_only = ranks == 1 and writer is None  # or it could not, or nobody keeps its rows any more
         self._given_up = False
         self._lock = threading.RLock()
         self._open: weakref.WeakKeyDictionary[Any, Assembly] = weakref.WeakKeyDictionary()
@@ -70,20 +70,27 @@ class Capture:
 
     def announce(self, requests: list[Any], forward_batch: Any) -> None:
         """A batch is about to run: remember its requests, because the pass knows only their ids."""
+        unseen = self._expected
         try:
             self._announce(requests, forward_batch)
-        except Exception as error:  # as in forward: the server must not notice
+        except Exception as error:  # as in forward: the server must not notice. The same on every rank
             self._requests = []
+            self.give_up(f"{type(error).__name__}: {error}")
+        if self._writer is None:
+            return
+        try:
+            if unseen:
+                self._writer.unseen_pass()
+                self._writer.tell(
+                    "unseen",
+                    "a prefill went past the capture hooks (a compiled or graphed path?): its requests have no dump. "
+                    "writer.json counts it in totals.unseen_passes",
+                )
+            self.close_ended()
+        except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def _announce(self, requests: list[Any], forward_batch: Any) -> None:
-        if self._expected and self._writer is not None:
-            self._writer.unseen_pass()
-            self._writer.tell(
-                "unseen",
-                "a prefill went past the capture hooks (a compiled or graphed path?): its requests have no dump. "
-                "writer.json counts it in totals.unseen_passes",
-            )
         self._requests = list(requests)
         self._expected = bool(self._chunks(forward_batch))
         if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
@@ -91,7 +98,6 @@ class Capture:
                 if request.sampling_params.n > 1 and request.sampling_params.max_new_tokens > 0:
                     # The copies decode, so they are not mistaken for the prefill that came before them.
                     self._samples_left.pop(contract.tokens_sha256(request.origin_input_ids), None)
-        self.close_ended()
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The inner model's forward(input_ids, positions, forward_batch, ...): returns what the stock model returns."""
@@ -104,12 +110,12 @@ class Capture:
         self._expected = False
         if not chunks or self._stock_only:
             return original(*args, **kwargs)
-        again, why = self._repeatable(args, kwargs), None
+        again, why = self._repeatable(args, kwargs, forward_batch), None
         try:
             with self._layers.on():
                 result = original(*args, **kwargs)
         except Exception as error:
-            if again is None:
+            if again is None or not (self._alone or _is_defect(error)):
                 raise
             why = f"the model's capture path raised {type(error).__name__}: {error}"
             logger.error("eyas: %s\n%s", why, traceback.format_exc())  # as text: log handlers may keep exceptions
@@ -132,19 +138,24 @@ class Capture:
                 self.give_up(f"{type(error).__name__}: {error}")
         return hidden
 
-    def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_batch: Any) -> Any:
         """Arguments to run this pass with once more, as stock, if it raises; None where that must not be.
 
         A capture path that this release broke, or that needs memory which the stock path does not, must not cost a
-        request; when the trouble was not capture's, the stock path raises by itself. The first pass is a dry run, on
-        every rank. Later a rank may be alone with its trouble, and must not leave its peers in a collective; and given
-        embeddings, which a model may add to in place, are not copied at every pass.
+        request; when the trouble was not capture's, the stock path raises by itself. Not repeated is a pass that goes
+        on from a state which a recurrent model has moved on by then, and, after the first, one that other ranks may
+        wait for, or with given embeddings: a model may add to them in place, and they are not copied every time.
         """
+        if not self._layers.proven and any(forward_batch.extend_prefix_lens_cpu):
+            return None
         given = [value for value in (*args, *kwargs.values()) if _is_floating(value)]
-        if not self._tried:
+        if self._tried:
+            return (args, kwargs) if self._alone and not given else None
+        try:
             copies = {id(value): value.clone() for value in given}
-            return tuple(copies.get(id(v), v) for v in args), {k: copies.get(id(v), v) for k, v in kwargs.items()}
-        return (args, kwargs) if self._alone and not given else None
+        except RuntimeError:  # no memory
+            return None
+        return tuple(copies.get(id(v), v) for v in args), {k: copies.get(id(v), v) for k, v in kwargs.items()}
 
     def _chunks(self, forward_batch: Any) -> list[Chunk]:
         """The parts of this pass to capture; a function of the batch alone, the same on every rank.
@@ -350,6 +361,11 @@ class Capture:
             self._writer.lose(assembly, reason or contract.CAPTURE_FAILED)
         else:
             self._writer.submit(assembly, reason)
+
+
+def _is_defect(error: Exception) -> bool:
+    """Whether every rank must have met it: no memory is the trouble of one."""
+    return not isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _is_floating(value: Any) -> bool:

@@ -77,7 +77,12 @@ class Lifecycle:
             self._begin(runner)
         except Exception as error:  # a server must start with a broken plugin too
             logger.exception("eyas: capture cannot begin")
-            self._refuse([f"{type(error).__name__}: {error}"], Identity(self._dump_dir, None, {}))
+            why = [f"{type(error).__name__}: {error}"]
+            if self._writer is None:
+                self._refuse(why, Identity(self._dump_dir, None, {}))
+            else:
+                self._writer.state, self._writer.refused = contract.REFUSED, why
+                self._writer.publish()
 
     def around_init_batch(self, original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **kwargs: Any) -> Any:
         """ForwardBatch.init_new: the last place that knows the requests of a pass."""
@@ -147,7 +152,7 @@ class Lifecycle:
     def _started_writer(self, identity: Identity, device: torch.device) -> Writer | None:
         """None where there cannot be one: this rank then runs the same passes as the others, and keeps nothing."""
         assert self._settings is not None
-        with contextlib.suppress(OSError):  # told by the writer, which tries again for as long as it lives
+        with contextlib.suppress(Exception):  # told by the writer, which tries again for as long as it lives
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             sweep_partials(self._dump_dir)
         try:

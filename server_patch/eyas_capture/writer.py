@@ -73,6 +73,7 @@ class Writer:
         self._handover = Handover(self.memory.descriptor, process_count())
         self._copied: deque[_Dump] = deque()  # submitted, their last rows perhaps still on the way from the GPU
         self._ordered: dict[int, _Dump] = {}  # by counter: with a publisher
+        self._abandoned: list[_Dump] = []  # lost, and their memory never used again: a GPU may still copy into it
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
         self._drained = False
@@ -147,6 +148,12 @@ class Writer:
             self._free(assembly)
         self.tell(why, "lost dump %d of request %.80r: %s", assembly.counter, assembly.request_id, why)
 
+    def _abandon(self, dumps: list[_Dump], why: str) -> None:
+        if dumps:
+            self.totals.lost[why] += len(dumps)
+            self._abandoned += dumps
+            self.tell(why, "lost %d dumps: %s", len(dumps), why)
+
     def _free(self, assembly: Assembly) -> None:
         self.totals.queue_bytes -= assembly.nbytes
         for rows in assembly.places:
@@ -171,7 +178,7 @@ class Writer:
                     if not self._copied[0].landed():
                         break
                 except Exception as error:  # the GPU's: it takes this dump, and not what waits behind it
-                    self.lose(self._copied.popleft().assembly, type(error).__name__)
+                    self._abandon([self._copied.popleft()], type(error).__name__)
                     continue
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
@@ -241,9 +248,10 @@ class Writer:
                 self.look()
             self._drained = not self._waiting
             with self._lock:
-                unsent = len(self._copied) + len(self._handover.take_unsent())
-                if unsent:  # their memory stays theirs: a GPU may still be copying into it
-                    self.totals.lost[contract.SERVER_STOPPED] += unsent
+                self._abandon([*self._copied], contract.SERVER_STOPPED)
+                self._copied.clear()
+                unsent = [self._ordered.pop(counter) for counter in self._handover.take_unsent()]
+                self._abandon(unsent, contract.SERVER_STOPPED)
             if self.state == contract.CAPTURING:
                 self.state = contract.STOPPED
             self.publish()

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from eyas_capture import contract, lifecycle, memory
+from eyas_capture.capture import Capture
 from eyas_capture.identity import Identity
+from eyas_capture.layers import CaptureLayers
 from eyas_capture.lifecycle import Lifecycle
 from eyas_capture.settings import Settings
 from eyas_capture.writer import Writer
@@ -138,6 +140,60 @@ def test_the_dry_run_changes_nothing_that_the_stock_path_reads(bench: Bench, giv
     assert bench.end() == {} and bench.writer.state == contract.BROKEN
 
 
+def test_a_rank_without_memory_in_the_dry_run_does_not_leave_its_peers_in_a_collective(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ranks=2)
+    model = Troubled(packed=True)
+    model.longest, model.llama = 0, bench.model.llama
+    with pytest.raises(torch.OutOfMemoryError):
+        model.run(bench, Request("r", 5), False)
+
+
+def test_a_pass_that_goes_on_from_a_recurrent_state_is_not_repeated(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed one has moved the state on."""
+    monkeypatch.setattr(CaptureLayers, "proven", False)
+    model, r = Troubled(packed=True), Request("r", 9)
+    model.longest, model.llama = 0, bench.model.llama
+    batch = bench.announce([(r, 4, 9)])
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.capture.forward(model.forward, (batch.input_ids, None, batch), {})
+
+
+def test_trouble_of_the_writing_rank_alone_leaves_it_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks run their capture path for the same passes."""
+    bench = Bench(tmp_path, ranks=2)
+
+    def fail() -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(bench.capture, "close_ended", fail)
+    seen = []
+
+    def forward(*args: Any) -> Any:
+        seen.append(list(bench.model.llama.model.layers_to_capture))
+        return bench.model.forward(*args)
+
+    r = Request("r", 5)
+    batch = bench.announce([(r, 0, 5)])
+    bench.capture.forward(forward, (batch.input_ids, None, batch), {})
+    assert seen == [[2, 4]] and bench.writer.state == contract.BROKEN
+
+
+def test_a_rank_of_its_own_without_a_writer_runs_the_stock_model(tmp_path: Path) -> None:
+    model = Model(packed=True)
+    capture = Capture(CaptureLayers(model.llama, (1, 3)), "all", None, torch.device("cpu"))
+    r = Request("r", 5)
+    batch = Bench(tmp_path / "unused").batch([(r, 0, 5)])
+    capture.announce([r], batch)
+
+    def forward(*args: Any) -> Any:
+        assert not model.llama.model.layers_to_capture
+        return model.forward(*args)
+
+    assert isinstance(capture.forward(forward, (batch.input_ids, None, batch), {}), torch.Tensor)
+
+
 @pytest.mark.parametrize("lengths", [None, [], [5, 5], ["five"]], ids=str)
 def test_a_batch_that_is_not_what_the_plugin_knows_is_answered(bench: Bench, lengths: Any) -> None:
     known, r = Request("known", 5), Request("r", 5)
@@ -254,6 +310,10 @@ def test_after_an_end_that_could_not_wait_the_books_are_closed(
     totals = one.totals.as_json()
     assert totals["lost"] == {contract.SERVER_STOPPED: 5} and totals["pending"] == 1
     assert all(assembly.places for assembly in flying), "the GPU may still write there"
+    for assembly in flying:
+        assembly.fence.passed = True
+    one.look()  # a forward pass that went on
+    assert one.totals.as_json()["pending"] == 1
 
 
 def test_a_gpu_that_fails_takes_its_dump_and_neither_those_behind_it_nor_the_end(made: Callable[..., Writer]) -> None:
