@@ -3,10 +3,9 @@
     python -m benchmarks.capture_matrix [--kinds deepseek_v3 llama ...]
 
 The last line is one JSON object: `cases` compared, `failed` (max abs diff above 1e-5, or a dump that is missing,
-incomplete without cause, or of other tokens; prompts are such that float32 decides which experts a token goes to, see
-`settled_prompt`), `max_abs_diff`, and `bfloat16_different`: values that are not, bit for
+incomplete without cause, or of other tokens), `max_abs_diff`, and `bfloat16_different`: values that are not, bit for
 bit, what SGLang's own return of hidden states gives for the same prompts (of `bfloat16_compared`). A family with such
-values counts as a failed case.
+values counts as a failed case. Prompts are such that float32 decides which experts a token goes to (`settled_prompt`).
 """
 
 import argparse
@@ -81,14 +80,13 @@ def chunked_and_mixed(served: Served, model: Path) -> Iterator[Case]:
     yield from compare(served, model, "chunked at 64", chunked)
 
     mixed = {f"mixed-{n}": settled_prompt(model, n, 7) for n in LENGTHS}
+    decoding = {f"decoding-{n}": settled_prompt(model, 12, n) for n in range(3)}
     with ThreadPoolExecutor(3) as pool:  # requests that decode while the others' chunks are prefilled
-        decoding = [pool.submit(served.ask, settled_prompt(model, 12, n), f"decoding-{n}", 120) for n in range(3)]
+        running = [pool.submit(served.ask, ids, rid, 120) for rid, ids in decoding.items()]
         served.ask_at_once(mixed, new_tokens=8)
-        for future in decoding:
+        for future in running:
             future.result()
-    yield from compare(
-        served, model, "mixed", mixed | {f"decoding-{n}": settled_prompt(model, 12, n) for n in range(3)}
-    )
+    yield from compare(served, model, "mixed", mixed | decoding)
 
 
 def two_ranks(served: Served, model: Path) -> Iterator[Case]:

@@ -102,16 +102,14 @@ class Lifecycle:
             logger.error("EYAS CAPTURE IS OFF: SGLang loaded its model past %s", hooks.LOAD_MODEL)
         if self._writer is not None:
             self._drain_on_sigterm()
+        deadline_s = DRAIN_SECONDS
         try:
-            result = original(scheduler)
+            return original(scheduler)
         except Exception:
-            self._end(CRASH_DRAIN_SECONDS)
+            deadline_s = CRASH_DRAIN_SECONDS
             raise
-        except BaseException:
-            self._end(DRAIN_SECONDS)
-            raise
-        self._end(DRAIN_SECONDS)
-        return result
+        finally:
+            self._end(deadline_s)
 
     # ---- begin and end
 
