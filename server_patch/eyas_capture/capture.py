@@ -22,7 +22,8 @@ from eyas_capture import contract
 from eyas_capture.hooks import BESIDES_TOKENS
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.refusals import Drift
-from eyas_capture.rows import Layout, RowCopier
+from eyas_capture.results import states, told_apart
+from eyas_capture.rows import Layout
 from eyas_capture.settings import OPTED_IN
 from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import LONGEST_BLOCK, Writer
@@ -45,15 +46,13 @@ class Chunk:
 class Capture:
     """Capture in one scheduler process. `writer` is None on ranks that only have to run the same passes."""
 
-    def __init__(
-        self, layers: CaptureLayers, mode: str, writer: Writer | None, device: torch.device, ranks: int = 1
-    ) -> None:
+    def __init__(self, layers: CaptureLayers, mode: str, writer: Writer | None, ranks: int = 1) -> None:
         """`ranks` run the same passes together."""
         self._layers = layers
+        self._blocks = len(layers.after_block)
         self._alone = ranks == 1
         self._mode = mode
         self._writer = writer
-        self._copier = RowCopier(device, writer.memory) if writer is not None else None
         self._requests: list[Any] = []  # of the batch that was announced
         self._expected = False  # the batch that was announced has rows to capture, and no pass has shown up yet
         self._tried = False  # the model has run with its capture path on
@@ -80,12 +79,8 @@ class Capture:
             return
         try:
             if unseen:
-                self._writer.unseen_pass()
-                self._writer.tell(
-                    "unseen",
-                    "a prefill went past the capture hooks (a compiled or graphed path?): its requests have no dump. "
-                    "writer.json counts it in totals.unseen_passes",
-                )
+                self._miss("unseen", "a prefill went past the capture hooks (a compiled or graphed path?)")
+            self._expect_copies(requests, forward_batch)
             self.close_ended()
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
@@ -93,6 +88,8 @@ class Capture:
     def _announce(self, requests: list[Any], forward_batch: Any) -> None:
         self._requests = list(requests)
         self._expected = bool(self._chunks(forward_batch))
+
+    def _expect_copies(self, requests: list[Any], forward_batch: Any) -> None:
         if self._samples_left and forward_batch.forward_mode.is_extend_without_speculative():
             for request in requests:
                 if request.sampling_params.n > 1 and request.sampling_params.max_new_tokens > 0:
@@ -110,10 +107,20 @@ class Capture:
         self._expected = False
         if not chunks or self._stock_only:
             return original(*args, **kwargs)
+        if not (self._tried or self._layers.proven) and any(forward_batch.extend_prefix_lens_cpu):
+            self._miss(
+                "untried", "a prefill was not captured: the first of an unknown model must not go on from a prefix"
+            )
+            return original(*args, **kwargs)
+        input_ids = args[0] if args else kwargs.get("input_ids")
+        # A multimodal wrapper passes embeddings and no ids; the batch still has them.
+        input_ids = forward_batch.input_ids if input_ids is None else input_ids
         again, why = self._repeatable(args, kwargs, forward_batch), None
         try:
             with self._layers.on():
                 result = original(*args, **kwargs)
+            if again is not None and not self._tried:
+                states(*told_apart(result), len(input_ids), self._blocks)
         except Exception as error:
             if again is None or not (self._alone or _is_defect(error)):
                 raise
@@ -126,17 +133,13 @@ class Capture:
             self.give_up(why)
             return result
         self._tried = True
-        hidden, *rest = result if isinstance(result, tuple) else (result,)
-        aux = rest[0] if len(rest) == 1 else None
+        answer, aux = told_apart(result)
         if self._writer is not None and self._writer.state == contract.CAPTURING and not self._writer.ending:
-            input_ids = args[0] if args else kwargs.get("input_ids")
-            # A multimodal wrapper passes embeddings and no ids; the batch still has them.
-            input_ids = forward_batch.input_ids if input_ids is None else input_ids
             try:
-                self._keep(chunks, input_ids, hidden, self._split(aux, hidden))
+                self._keep(chunks, input_ids, *states(answer, aux, len(input_ids), self._blocks))
             except Exception as error:  # whatever it is, it must end the capture and not the server
                 self.give_up(f"{type(error).__name__}: {error}")
-        return hidden
+        return answer
 
     def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_batch: Any) -> Any:
         """Arguments to run this pass with once more, as stock, if it raises; None where that must not be.
@@ -194,27 +197,22 @@ class Capture:
         # Parallel sampling: SGLang first prefills the prompt once with max_new_tokens 0, then sends n copies.
         return request.sampling_params.n == 1 or request.sampling_params.max_new_tokens == 0
 
-    def _split(self, aux: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Captured rows as one [rows, H] tensor per block. Raises Drift when they are not what was asked for."""
-        count, (rows, width) = len(self._layers.after_block), hidden.shape
-        if isinstance(aux, torch.Tensor):  # packed: [rows, count * H]
-            if aux.shape != (rows, count * width):
-                raise Drift(f"captured rows have shape {tuple(aux.shape)}, expected {(rows, count * width)}")
-            return list(aux.split(width, dim=-1))
-        shapes = [tuple(part.shape) for part in aux or ()]
-        if shapes != [(rows, width)] * count:
-            raise Drift(f"captured rows have shapes {shapes}, expected {count} of {(rows, width)}")
-        return list(aux)
+    def _miss(self, what: str, text: str) -> None:
+        if self._writer is not None:
+            self._writer.unseen_pass()
+            self._writer.tell(
+                what, "%s: its requests have no dump. totals.unseen_passes of writer.json counts it", text
+            )
 
     def _keep(
         self, chunks: list[Chunk], input_ids: torch.Tensor, hidden: torch.Tensor, aux: list[torch.Tensor]
     ) -> None:
         last = chunks[-1]
-        if hidden.shape[0] < last.offset + last.length or input_ids.shape[0] != hidden.shape[0]:
-            raise Drift(f"a pass over {input_ids.shape[0]} tokens gave {hidden.shape[0]} rows")
+        if len(input_ids) < last.offset + last.length:
+            raise Drift(f"a pass over {len(input_ids)} tokens has chunks up to {last.offset + last.length}")
         named = {contract.block_tensor(block): rows for block, rows in zip(self._layers.after_block, aux, strict=True)}
         named[contract.FINAL] = hidden
-        assert self._writer is not None and self._copier is not None
+        assert self._writer is not None
         layout, until = Layout.of(named), time.monotonic() + LONGEST_BLOCK
         with self._lock:
             begun: list[tuple[Any, Assembly]] = []
@@ -240,11 +238,11 @@ class Capture:
         layout: Layout,
     ) -> None:
         """Keep the prompts that begin, and chunks from prompt row `at` on; close those that end."""
-        assert self._writer is not None and self._copier is not None
+        assert self._writer is not None
         assemblies = dict.fromkeys([*begun, *((chunk.request, assembly) for chunk, assembly, _ in kept)])
         parts = [(chunk.offset + at - chunk.start, chunk.start + chunk.length - at) for chunk, _, at in kept]
         try:
-            rows = self._copier.copy([assembly.tokens for _, assembly in begun], parts, input_ids, named, layout)
+            rows = self._writer.copier.copy([assembly.tokens for _, assembly in begun], parts, input_ids, named, layout)
         except OSError as error:
             self._writer.tell("memory", "no host memory for the rows of a pass: %s", error)
             for request, assembly in assemblies:
@@ -253,7 +251,7 @@ class Capture:
                 elif self._forget(request, assembly):
                     self._writer.lose(assembly, error.strerror or str(error))
             return
-        rows.holders, fence = len(assemblies), self._copier.fence()
+        rows.holders, fence = len(assemblies), self._writer.copier.fence()
         for (_, assembly), place in zip(begun, rows.prompts, strict=True):
             assembly.prompt = rows, place
         for (chunk, assembly, at), first in zip(kept, rows.rows, strict=True):
@@ -307,11 +305,12 @@ class Capture:
     def close_ended(self) -> None:
         """Publish, as incomplete, what was captured of requests that ended before their prompt did.
 
-        Called from the forward thread before each pass and from the writer's tick when the server is idle.
+        Called from the forward thread before each pass and from the writer's tick when the server is idle. A pass that
+        waits for the disk holds the lock: then there will be another call.
         """
-        if not self._orphans:
+        if not self._orphans or not self._lock.acquire(blocking=False):
             return
-        with self._lock:
+        try:
             alive = set()
             for request, assembly in list(self._open.items()):
                 if request.finished() or request.to_finish is not None:
@@ -320,6 +319,8 @@ class Capture:
                     alive.add(assembly.counter)
             for counter in [counter for counter in self._orphans if counter not in alive]:
                 self._submit(self._orphans.pop(counter), contract.ABORTED)
+        finally:
+            self._lock.release()
 
     def close_all(self, reason: str) -> None:
         """Publish, as incomplete, every prefill that is under way."""
@@ -364,8 +365,12 @@ class Capture:
 
 
 def _is_defect(error: Exception) -> bool:
-    """Whether every rank must have met it: no memory is the trouble of one."""
-    return not isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Whether every rank must have met it: no memory, or a broken link, may be the trouble of one.
+
+    cuBLAS and the CPU's allocator say only in words what they lack.
+    """
+    of_one = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+    return not isinstance(error, of_one) and "alloc" not in str(error).lower()
 
 
 def _is_floating(value: Any) -> bool:

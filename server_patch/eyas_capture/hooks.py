@@ -11,7 +11,10 @@ INIT_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new
 EVENT_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
 # While serving: a dump of the new weights must not carry the digest of the old.
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-NEW_WEIGHTS = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+NEW_WEIGHTS = (
+    *(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+    f"{_UPDATER}.begin_weight_update",  # comes before others' writes straight into this process's memory
+)
 REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 
 # Hooked or called functions -> the parameters the plugin relies on, in this order from the first.

@@ -137,4 +137,5 @@ class CaptureLayers:
 
 
 def _has_flag(module: Any) -> bool:
-    return isinstance(getattr(module, "capture_aux_hidden_states", None), bool)
+    """Its own: some model files work it out from `layers_to_capture`, as a property."""
+    return isinstance(vars(module).get("capture_aux_hidden_states"), bool)

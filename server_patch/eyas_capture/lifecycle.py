@@ -137,7 +137,7 @@ class Lifecycle:
         device = torch.device(runner.device)
         if identity is not None:
             self._writer = self._started_writer(identity, device)
-        self._capture = Capture(layers, self._settings.mode, self._writer, device, server.tp_size)
+        self._capture = Capture(layers, self._settings.mode, self._writer, server.tp_size)
         _wrap_forward(layers.inner, self._capture.forward)
         if self._writer is not None:
             logger.info(
@@ -203,7 +203,10 @@ class Lifecycle:
             return
         self._writer.ending = True  # a forward pass that waits for the disk must not hold up the end
         try:
-            self._capture.close_all(contract.SERVER_STOPPED)
+            try:
+                self._capture.close_all(contract.SERVER_STOPPED)
+            except Exception:
+                logger.exception("eyas: what was under way is lost")
             if not self._writer.stop(deadline_s):
                 logger.error(
                     "eyas: after %.0f s the disk had not taken every dump: what was still queued is lost", deadline_s

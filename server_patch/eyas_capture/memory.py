@@ -91,7 +91,7 @@ class SharedMemory:
 
     def _pin(self, mapping: mmap.mmap) -> bool:
         status = int(torch.cuda.cudart().cudaHostRegister(_address(mapping), len(mapping), 0))
-        if status:  # copies are right without, only slower
+        if status:  # copies are right without, but the pass waits for them
             logger.warning("eyas: cannot pin %d bytes of host memory (CUDA error %d)", len(mapping), status)
             self._pinned = False
             # CUDA remembers the error, and tells whoever asks next: be that one.

@@ -21,6 +21,7 @@ from eyas_capture import contract
 from eyas_capture.handover import Handover
 from eyas_capture.identity import Identity
 from eyas_capture.memory import SharedMemory
+from eyas_capture.rows import RowCopier
 from eyas_capture.spans import Assembly
 from eyas_capture.totals import Totals
 
@@ -65,6 +66,7 @@ class Writer:
         self.refused: list[str] = []
         self.queue_bytes = queue_bytes
         self.memory = SharedMemory(queue_bytes // 4, device)
+        self.copier = RowCopier(device or torch.device("cpu"), self.memory)
         self.ending = False  # no more rows are taken
         self._device = device
         self._most_waiting = min(_MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -151,6 +153,7 @@ class Writer:
     def _abandon(self, dumps: list[_Dump], why: str) -> None:
         if dumps:
             self.totals.lost[why] += len(dumps)
+            self.totals.queue_bytes -= sum(dump.assembly.nbytes for dump in dumps)
             self._abandoned += dumps
             self.tell(why, "lost %d dumps: %s", len(dumps), why)
 

@@ -76,7 +76,7 @@ class Bench:
         self.model = Model(packed)
         self.writer = Writer(Identity(folder, None, {}), queue_bytes or 1 << 20, wait_when_full=not queue_bytes)
         layers = CaptureLayers(self.model.llama, AFTER_BLOCK)
-        self.capture = Capture(layers, mode, self.writer, torch.device("cpu"), ranks)
+        self.capture = Capture(layers, mode, self.writer, ranks)
         self.writer.start(lambda: None)
         self.folder = self.writer.identity.folder
 

@@ -239,7 +239,7 @@ def test_other_ranks_run_the_same_passes_and_write_nothing(tmp_path: Path) -> No
     """Capture may complete a collective inside the model: a rank that ran the stock path would hang the others."""
     model = Model(packed=True)
     seen = []
-    capture = Capture(CaptureLayers(model.llama, AFTER_BLOCK), "all", None, torch.device("cpu"), ranks=2)
+    capture = Capture(CaptureLayers(model.llama, AFTER_BLOCK), "all", None, ranks=2)
     r = Request("r", 5)
     batch = Bench(tmp_path / "unused").batch([(r, 0, 5)])
     capture.announce([r], batch)

@@ -97,7 +97,7 @@ def test_memory_that_cannot_be_had_half_way_costs_the_rest_of_the_prompt(
 
     long, fence = Request("long", 60), Fence()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.capture._copier, "fence", lambda: fence)
+        patch.setattr(bench.writer.copier, "fence", lambda: fence)
         bench.run([(long, 0, 30), (Request("before", 9), 0, 9)])
     with monkeypatch.context() as patch:
         patch.setattr(bench.writer.memory, "take", take)

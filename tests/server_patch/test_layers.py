@@ -53,6 +53,21 @@ class QwenMoe(Llama):
             self.model.layers[k]._is_layer_to_capture = True
 
 
+class Lfm2(torch.nn.Module):
+    """lfm2.py: works the flag out, and lets nobody set it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Inner(61)
+
+    @property
+    def capture_aux_hidden_states(self) -> bool:
+        return bool(self.model.layers_to_capture)
+
+    def set_eagle3_layers_to_capture(self, ids: list[int]) -> None:
+        self.model.layers_to_capture = [k + 1 for k in ids]
+
+
 class RawIds(Llama):
     """A file nobody has seen yet: takes ids raw, and marks blocks."""
 
@@ -87,7 +102,7 @@ def state(model: torch.nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("after_block", [(2, 30, 58), (1, 29, 57), (0, 30), (0, 1, 2), (59,)])
-@pytest.mark.parametrize("kind", [Llama, DeepSeek, QwenMoe, RawIds, lambda: Wrapper(DeepSeek())])
+@pytest.mark.parametrize("kind", [Llama, DeepSeek, QwenMoe, Lfm2, RawIds, lambda: Wrapper(DeepSeek())])
 def test_every_file_ends_up_at_the_blocks_asked_for(kind: Any, after_block: tuple[int, ...]) -> None:
     model = kind()
     before = state(model)
@@ -99,7 +114,7 @@ def test_every_file_ends_up_at_the_blocks_asked_for(kind: Any, after_block: tupl
         marks = [n for n, block in enumerate(layers.inner.layers) if getattr(block, "_is_layer_to_capture", False)]
         assert marks == (layers.points if isinstance(model, QwenMoe | RawIds) else [])
         causal_lm = model.language_model if isinstance(model, Wrapper) else model
-        assert causal_lm.capture_aux_hidden_states is False
+        assert causal_lm.capture_aux_hidden_states is isinstance(model, Lfm2)
     assert state(model) == before
 
 

@@ -22,34 +22,7 @@ from eyas_capture.settings import Settings
 from eyas_capture.writer import Writer
 from tests.server_patch.bench import Bench, H, Model, Request
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import Fence, filled, submit
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        lambda hidden: hidden,
-        lambda hidden: (hidden, torch.zeros(len(hidden), H)),
-        lambda hidden: (hidden, [torch.zeros(len(hidden), H)] * 3),
-        lambda hidden: (hidden[:-1], torch.zeros(len(hidden) - 1, 2 * H)),
-        lambda hidden: (hidden, torch.zeros(len(hidden), 2 * H), None),
-    ],
-    ids=["nothing captured", "one block", "three blocks", "a row short", "three things"],
-)
-def test_a_model_that_captures_something_else_ends_capture_and_not_the_server(
-    bench: Bench, result: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    begun, r = Request("begun", 9), Request("r", 5)
-    bench.run([(begun, 0, 4)])
-    batch = bench.announce([(r, 0, 5)])
-    hidden = torch.arange(5.0)[:, None].repeat(1, H)
-    returned = bench.capture.forward(lambda *_: result(hidden), (batch.input_ids, None, batch), {})
-    assert isinstance(returned, torch.Tensor)
-    bench.run([(Request("later", 3), 0, 3)])
-    assert bench.end()["begun"]["incomplete_reason"] == contract.CAPTURE_FAILED
-    written = json.loads((bench.folder / contract.WRITER_FILE).read_text())
-    assert written["state"] == contract.BROKEN and written["refused"]
-    assert "EYAS CAPTURE HAS STOPPED" in caplog.text
+from tests.server_patch.writers import PAGE, Fence, filled, submit
 
 
 def test_a_request_that_is_not_what_the_plugin_knows_ends_capture_and_not_the_server(bench: Bench) -> None:
@@ -140,24 +113,73 @@ def test_the_dry_run_changes_nothing_that_the_stock_path_reads(bench: Bench, giv
     assert bench.end() == {} and bench.writer.state == contract.BROKEN
 
 
-def test_a_rank_without_memory_in_the_dry_run_does_not_leave_its_peers_in_a_collective(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        torch.distributed.DistBackendError("NCCL error: unhandled system error"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        OSError(24, "Too many open files"),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}"[:40],
+)
+def test_trouble_of_one_rank_in_the_dry_run_does_not_leave_its_peers_in_a_collective(
+    tmp_path: Path, error: Exception
+) -> None:
     bench = Bench(tmp_path, ranks=2)
-    model = Troubled(packed=True)
-    model.longest, model.llama = 0, bench.model.llama
-    with pytest.raises(torch.OutOfMemoryError):
-        model.run(bench, Request("r", 5), False)
+    batch = bench.announce([(Request("r", 5), 0, 5)])
+
+    def forward(*_: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)):
+        bench.capture.forward(forward, (batch.input_ids, None, batch), {})
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError])
+def test_a_defect_that_every_rank_meets_in_the_dry_run_costs_no_request(tmp_path: Path, error: type[Exception]) -> None:
+    bench = Bench(tmp_path, ranks=2)
+
+    class Broken(Model):
+        def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
+            if self.llama.model.layers_to_capture:
+                raise error("mat1 and mat2 shapes cannot be multiplied")
+            return super().forward(input_ids, positions, forward_batch)
+
+    broken = Broken(packed=True)
+    broken.llama, bench.model = bench.model.llama, broken
+    bench.run([(Request("r", 5), 0, 5)])
+    assert bench.end() == {} and bench.writer.state == contract.BROKEN
 
 
 def test_a_pass_that_goes_on_from_a_recurrent_state_is_not_repeated(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failed one has moved the state on."""
+    """The failed one has moved the state on. So such a pass is not the dry run of a model that nobody has compared."""
     monkeypatch.setattr(CaptureLayers, "proven", False)
-    model, r = Troubled(packed=True), Request("r", 9)
-    model.longest, model.llama = 0, bench.model.llama
-    batch = bench.announce([(r, 4, 9)])
+    model, prompt, other = Troubled(packed=True), Request("r", 9), Request("other", 5)
+    model.llama, bench.model = bench.model.llama, model
+    bench.run([(prompt, 4, 9), (other, 0, 5)])
+    assert bench.totals["unseen_passes"] == 1 and bench.writer.state == contract.CAPTURING
+    model.run(bench, Request("whole", 5), False)
+    bench.run([(Request("hit", 9), 4, 9)])
+    batch = bench.announce([(Request("long", 20), 4, 20)])
     with pytest.raises(torch.OutOfMemoryError):
         bench.capture.forward(model.forward, (batch.input_ids, None, batch), {})
+    assert {name: record["complete"] for name, record in bench.end().items()} == {"whole": True, "hit": False}
+
+
+def test_the_books_are_kept_while_a_pass_waits_for_the_disk(bench: Bench) -> None:
+    """It holds the lock that ends of prefills need, and writer.json is rewritten by the thread that asks for them."""
+    bench.run([(Request("open", 9), 0, 4)])
+    with bench.capture._lock:
+        thread = threading.Thread(target=bench.capture.close_ended, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_trouble_of_the_writing_rank_alone_leaves_it_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +204,7 @@ def test_trouble_of_the_writing_rank_alone_leaves_it_in_step(tmp_path: Path, mon
 
 def test_a_rank_of_its_own_without_a_writer_runs_the_stock_model(tmp_path: Path) -> None:
     model = Model(packed=True)
-    capture = Capture(CaptureLayers(model.llama, (1, 3)), "all", None, torch.device("cpu"))
+    capture = Capture(CaptureLayers(model.llama, (1, 3)), "all", None)
     r = Request("r", 5)
     batch = Bench(tmp_path / "unused").batch([(r, 0, 5)])
     capture.announce([r], batch)
@@ -309,6 +331,7 @@ def test_after_an_end_that_could_not_wait_the_books_are_closed(
     assert [one.stop(0.2), one.stop(0.2)] == [False, False]
     totals = one.totals.as_json()
     assert totals["lost"] == {contract.SERVER_STOPPED: 5} and totals["pending"] == 1
+    assert totals["queue_bytes"] == PAGE, "what is under way or waiting"
     assert all(assembly.places for assembly in flying), "the GPU may still write there"
     for assembly in flying:
         assembly.fence.passed = True
@@ -327,6 +350,7 @@ def test_a_gpu_that_fails_takes_its_dump_and_neither_those_behind_it_nor_the_end
     one.submit(second, None)
     assert one.stop(10)
     assert one.totals.as_json()["lost"] == {"RuntimeError": 1} and one.totals.complete == 1
+    assert one.totals.queue_bytes == 0
 
 
 def test_an_end_of_capture_that_fails_hides_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +360,11 @@ def test_an_end_of_capture_that_fails_hides_nothing(bench: Bench, monkeypatch: p
     def loop(scheduler: Any) -> None:
         raise ValueError("the scheduler's own")
 
+    bench.run([(Request("r", 5), 0, 5)])
     monkeypatch.setattr(bench.capture, "close_all", fail)
     with pytest.raises(ValueError, match="the scheduler's own"):
         begun(bench).around_event_loop(loop, None)
+    assert bench.end()["r"]["complete"], "the queue is written all the same"
 
 
 def test_memory_that_is_not_to_be_had_is_an_error_and_leaves_nothing(
