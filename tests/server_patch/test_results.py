@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,6 @@ import torch
 
 from eyas_capture import contract
 from tests.server_patch.bench import Bench, H, Model, Request
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
 
 
 class Other(Model):
@@ -47,9 +41,10 @@ def test_a_model_that_captures_something_else_ends_capture_and_not_the_server(
     bench: Bench, result: Callable[[torch.Tensor], Any], tried: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Seen on the first pass, it is answered by the stock path; later it is anybody's guess, and no error."""
+    begun, r = Request("begun", 9), Request("r", 5)
     if tried:
-        bench.run([(Request("begun", 9), 0, 4)])
-    model, r = Other(bench.model, result), Request("r", 5)
+        bench.run([(begun, 0, 4)])
+    model = Other(bench.model, result)
     batch = bench.announce([(r, 0, 5)])
     returned = bench.capture.forward(model.forward, (batch.input_ids, None, batch), {})
     if not tried:
