@@ -22,6 +22,7 @@ from eyas_capture import contract
 from eyas_capture.hooks import BESIDES_TOKENS
 from eyas_capture.layers import CaptureLayers
 from eyas_capture.refusals import Drift
+from eyas_capture.repeat import from_the_start, is_defect, once_more
 from eyas_capture.results import states, told_apart
 from eyas_capture.rows import Layout
 from eyas_capture.settings import OPTED_IN
@@ -100,33 +101,34 @@ class Capture:
         """The inner model's forward(input_ids, positions, forward_batch, ...): returns what the stock model returns."""
         forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         try:
-            chunks = self._chunks(forward_batch)
+            chunks, dry_run = self._chunks(forward_batch), not self._tried and from_the_start(forward_batch)
         except Exception as error:  # the same on every rank
             self.give_up(f"{type(error).__name__}: {error}")
-            chunks = []
+            chunks, dry_run = [], False
         self._expected = False
-        if not chunks or self._stock_only:
+        if self._stock_only or not (chunks or dry_run):
             return original(*args, **kwargs)
-        if not (self._tried or self._layers.proven) and any(forward_batch.extend_prefix_lens_cpu):
-            self._miss(
-                "untried", "a prefill was not captured: the first of an unknown model must not go on from a prefix"
-            )
+        if not (dry_run or self._tried or self._layers.proven):
+            self._miss("untried", "the first pass of an unknown model that is captured must not go on from a prefix")
             return original(*args, **kwargs)
         input_ids = args[0] if args else kwargs.get("input_ids")
         # A multimodal wrapper passes embeddings and no ids; the batch still has them.
         input_ids = forward_batch.input_ids if input_ids is None else input_ids
-        again, why = self._repeatable(args, kwargs, forward_batch), None
+        repeatable = self._layers.proven or from_the_start(forward_batch)
+        again: Any = once_more(args, kwargs, dry_run=not self._tried, alone=self._alone) if repeatable else None
+        why = None
         try:
             with self._layers.on():
                 result = original(*args, **kwargs)
             if again is not None and not self._tried:
                 states(*told_apart(result), len(input_ids), self._blocks)
         except Exception as error:
-            if again is None or not (self._alone or _is_defect(error)):
+            if again is None or not (self._alone or is_defect(error)):
                 raise
             why = f"the model's capture path raised {type(error).__name__}: {error}"
+            result = None
             logger.error("eyas: %s\n%s", why, traceback.format_exc())  # as text: log handlers may keep exceptions
-        if why is not None:  # only here has the failed pass's memory been given back: the exception held its frames
+        if why is not None:  # only here has the failed pass given back its memory: the exception held its frames
             args, kwargs = again
             result = original(*args, **kwargs)
             self._stock_only = True
@@ -134,31 +136,12 @@ class Capture:
             return result
         self._tried = True
         answer, aux = told_apart(result)
-        if self._writer is not None and self._writer.state == contract.CAPTURING and not self._writer.ending:
+        if chunks and self._writer and self._writer.state == contract.CAPTURING and not self._writer.ending:
             try:
                 self._keep(chunks, input_ids, *states(answer, aux, len(input_ids), self._blocks))
             except Exception as error:  # whatever it is, it must end the capture and not the server
                 self.give_up(f"{type(error).__name__}: {error}")
         return answer
-
-    def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_batch: Any) -> Any:
-        """Arguments to run this pass with once more, as stock, if it raises; None where that must not be.
-
-        A capture path that this release broke, or that needs memory which the stock path does not, must not cost a
-        request; when the trouble was not capture's, the stock path raises by itself. Not repeated is a pass that goes
-        on from a state which a recurrent model has moved on by then, and, after the first, one that other ranks may
-        wait for, or with given embeddings: a model may add to them in place, and they are not copied every time.
-        """
-        if not self._layers.proven and any(forward_batch.extend_prefix_lens_cpu):
-            return None
-        given = [value for value in (*args, *kwargs.values()) if _is_floating(value)]
-        if self._tried:
-            return (args, kwargs) if self._alone and not given else None
-        try:
-            copies = {id(value): value.clone() for value in given}
-        except RuntimeError:  # no memory
-            return None
-        return tuple(copies.get(id(v), v) for v in args), {k: copies.get(id(v), v) for k, v in kwargs.items()}
 
     def _chunks(self, forward_batch: Any) -> list[Chunk]:
         """The parts of this pass to capture; a function of the batch alone, the same on every rank.
@@ -362,19 +345,6 @@ class Capture:
             self._writer.lose(assembly, reason or contract.CAPTURE_FAILED)
         else:
             self._writer.submit(assembly, reason)
-
-
-def _is_defect(error: Exception) -> bool:
-    """Whether every rank must have met it: no memory, or a broken link, may be the trouble of one.
-
-    cuBLAS and the CPU's allocator say only in words what they lack.
-    """
-    of_one = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-    return not isinstance(error, of_one) and "alloc" not in str(error).lower()
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _unfit(request: Any) -> str | None:
