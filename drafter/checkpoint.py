@@ -32,7 +32,8 @@ from drafter.ranks import Ranks
 from hidden_states.errors import TrainingError
 
 _STATE, _TRAINING, _PROGRESS = "state", "training.pt", "progress.json"
-_BEST = "drafter.safetensors"
+_BEST, _FIGURES = "drafter.safetensors", "figures.json"
+_LOST = "Remove the checkpoint folder to train anew: its best drafter is lost."
 _REPLACED = ".tmp-replaced-"
 
 
@@ -118,7 +119,7 @@ class CheckpointFolder:
         temporary = self.folder / ".tmp-best"
         temporary.mkdir(exist_ok=True)
         save_file(weights, temporary / _BEST)
-        (temporary / "figures.json").write_text(json.dumps(figures, indent=2))
+        (temporary / _FIGURES).write_text(json.dumps(figures, indent=2))
         final = self.folder / "best"
         _publish(temporary, final)
         return final
@@ -128,11 +129,21 @@ class CheckpointFolder:
 
         Raises: TrainingError when they cannot be read.
         """
+        figures, folder = self.best_figures(), self.folder / "best"
+        if figures is None:
+            return None
+        with _readable(folder, _LOST):
+            return load_file(folder / _BEST), figures
+
+    def best_figures(self) -> dict[str, Any] | None:
+        """Only the figures; they have `acceptance_length`. Raises as `load_best`."""
         folder = self.folder / "best"
         if not folder.is_dir():
             return None
-        with _readable(folder, "Remove the checkpoint folder to train anew: its best drafter is lost."):
-            return load_file(folder / _BEST), json.loads((folder / "figures.json").read_text())
+        with _readable(folder, _LOST):
+            figures: dict[str, Any] = json.loads((folder / _FIGURES).read_text())
+            figures["acceptance_length"] = float(figures["acceptance_length"])
+            return figures
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"

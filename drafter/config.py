@@ -15,6 +15,8 @@ from typing import Any
 from hidden_states.errors import DataError, TrainingError
 from hidden_states.target_config import is_size, language_config, read_config
 
+# Gemma's; Granite's, Cohere's, Falcon-H1's and MiniCPM's, by which their logits are multiplied or divided
+_CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "dim_model_base")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -125,9 +127,9 @@ class DrafterConfig:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(overrides) - known):
             raise TrainingError("drafter overrides", f"{', '.join(unknown)}", f"some of {', '.join(sorted(known))}")
-        if text.get("final_logit_softcapping"):
+        if changed := [f"{name} is {text[name]!r}" for name in _CHANGE_LOGITS if text.get(name) not in (None, 0, 1)]:
             raise TrainingError(
-                "target config", "final_logit_softcapping is set", "logits that are lm_head(final)",
+                "target config", ", ".join(changed), "logits that are lm_head(final)",
                 "The teacher would be another distribution than the one the server samples from; not supported.",
             )  # fmt: skip
         architecture = (target_config.get("architectures") or text.get("architectures") or ["unknown"])[0]
@@ -171,7 +173,8 @@ class DrafterConfig:
                 "drafter hidden_size", f"{values['hidden_size']}", f"the target's {hidden}",
                 "SGLang shares the target's embedding with the drafter, which needs equal widths.",
             )  # fmt: skip
-        values.setdefault("rope", resolve_rope(text))
+        given = overrides.get("rope")
+        values["rope"] = resolve_rope(text if given is None else {**text, "rope_parameters": given})
         return cls(**values)
 
     def with_draft_vocab(self, size: int) -> "DrafterConfig":

@@ -1,7 +1,7 @@
 """Trains a drafter on a committed dataset, on as many ranks as it is started on.
 
-    torchrun --nproc-per-node 8 -m drafter.launch course.json        one machine
-    python -m drafter.launch course.json                             one process
+    torchrun --nproc-per-node 8 --shutdown-timeout 300 -m drafter.launch course.json        one machine
+    python -m drafter.launch course.json                                                    one process
 
 course.json, paths as every machine sees them:
 
@@ -10,12 +10,16 @@ course.json, paths as every machine sees them:
      "train": {"ttt_steps": 7, "epochs": 2, "dtype": "bfloat16", "schedule": {"lr": 1e-4, "kind": "wsd"}},
      "drafter": {"latent_attention": true}, "store": {"endpoint_url": "..."}, "cache_dir": "/local/cache"}
 
-The last four may be left out. Asked to end (SIGTERM), it saves and ends with exit code 75; the same command goes on,
-with any number of ranks. The best drafter by simulated acceptance is exported; the last line on stdout is one JSON
-object.
+`seed` and the last three may be left out. In place of `drafter`, `start_from` names a published drafter's folder, to be
+trained further: in the layout of SGLang, SpecForge, vLLM, speculators or NeMo Automodel.
+
+Asked to end (SIGTERM), it saves and ends with exit code 75; the same command goes on, with any number of ranks.
+torchrun kills its processes 30 s after it passed that on, or as long after as `--shutdown-timeout` says. The best
+drafter by simulated acceptance is exported; the last line on stdout is one JSON object.
 """
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -27,13 +31,13 @@ import torch
 import torch.distributed as dist
 
 from drafter.acceptance import Figures
-from drafter.config import DrafterConfig, read_target_config
 from drafter.course import StepMetrics, TrainConfig
 from drafter.export import export_drafter
 from drafter.loss import LossConfig
-from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.model import TargetWeights
 from drafter.ranks import leave
 from drafter.schedule import Schedule
+from drafter.start import first_drafter
 from drafter.trainer import STOPPED_EXIT_CODE, Trainer, stop_on_sigterm
 from hidden_states.dataset import Dataset
 from hidden_states.errors import Refusal, TrainingError
@@ -42,7 +46,8 @@ from hidden_states.manifest import HELD_OUT, TRAIN
 from hidden_states.stream import SampleStream
 
 _NEEDED = ("dataset", "target", "checkpoints", "export", "batch_tokens", "train")
-_OPTIONAL = ("seed", "drafter", "store", "cache_dir")
+_OPTIONAL = {"seed": 0, "drafter": {}, "start_from": None, "store": {}, "cache_dir": None}
+_KINDS = {"batch_tokens": int, "seed": int, "train": dict, "drafter": dict, "store": dict}  # others are paths
 
 
 def read_course(path: Path) -> dict[str, Any]:
@@ -57,10 +62,19 @@ def read_course(path: Path) -> dict[str, Any]:
     if not isinstance(course, dict):
         raise TrainingError(str(path), f"no object ({type(course).__name__})", "a course: a JSON object", "")
     wrong = [f"{k} is missing" for k in _NEEDED if k not in course]
-    wrong += [f"{k} is not known" for k in course if k not in _NEEDED + _OPTIONAL]
+    wrong += [f"{k} is not known" for k in course if k not in (*_NEEDED, *_OPTIONAL)]
+    course = {**_OPTIONAL, **course}
+    wrong += [
+        f"{k} is {value!r}" for k, value in course.items()
+        if type(value) is not _KINDS.get(k, str) and (value is not None or k not in ("cache_dir", "start_from"))
+    ]  # fmt: skip
+    if not wrong and course["batch_tokens"] < 1:
+        wrong = [f"batch_tokens is {course['batch_tokens']}"]
     if wrong:
-        raise TrainingError(str(path), "; ".join(wrong), f"{', '.join(_NEEDED)}; perhaps {', '.join(_OPTIONAL)}", "")
-    return {"seed": 0, "drafter": {}, "store": {}, "cache_dir": None, **course}
+        kinds = "; ".join(f"{k}: {kind.__name__}" for k, kind in _KINDS.items())
+        expected = f"{', '.join(_NEEDED)}; perhaps {', '.join(_OPTIONAL)} ({kinds}; the others text)"
+        raise TrainingError(str(path), "; ".join(wrong), expected, "Correct the course.")
+    return course
 
 
 def train_config(given: dict[str, Any]) -> TrainConfig:
@@ -82,10 +96,11 @@ def train(course: dict[str, Any], device: torch.device) -> int:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     dataset = Dataset.open_uri(course["dataset"], **course["store"])
     target, vocab = TargetWeights.load(course["target"]), dataset.vocab_map()
-    shape = read_target_config(course["target"])
-    config = DrafterConfig.from_target(shape, dataset.manifest.after_block, len(vocab.d2t), **course["drafter"])
-    drafter = Eagle3Drafter(config, vocab.d2t)
-    drafter.initialise(target.head, course["seed"])
+    drafter = first_drafter(
+        course["target"], target.head, dataset.manifest.after_block, vocab.d2t, course["seed"], course["start_from"],
+        course["drafter"],
+    )  # fmt: skip
+    finished = copy.deepcopy(drafter)
     norm = FinalNorm.load(course["target"]) if dataset.manifest.final_norm == "pre" else None
 
     def stream(split: str, epoch: int) -> SampleStream:
@@ -102,6 +117,7 @@ def train(course: dict[str, Any], device: torch.device) -> int:
         if rank == 0:
             print(f"step {step}: held out: simulated acceptance {figures.acceptance_length:.3f}", flush=True)
 
+    len(stream(HELD_OUT, 0))  # refuses a dataset without held-out samples, before hours of training
     with stop_on_sigterm() as stop:
         trainer = Trainer(
             train_config(course["train"]), drafter.to(device), target, lambda epoch: stream(TRAIN, epoch),
@@ -114,11 +130,7 @@ def train(course: dict[str, Any], device: torch.device) -> int:
     if rank == 0:
         assert trainer.folder is not None
         best = trainer.folder.load_best()
-        if best is None:
-            raise TrainingError(
-                course["dataset"], "no held-out samples", "some", "Commit the dataset with a held-out share."
-            )
-        finished = Eagle3Drafter(config, vocab.d2t)
+        assert best is not None
         finished.load_state_dict(best[0])
         export_drafter(finished, course["export"], dtype=dataset.manifest.layout(0).torch_dtype)
         print(json.dumps({"ranks": ranks, "export": course["export"], **asdict(result)}), flush=True)

@@ -159,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
                 part = slice(begin, begin := begin + piece.stop - piece.start)
                 entropy[piece] = entropy_of[local]
                 per_row[piece], hit[piece], share = _loss_and_gradient(
-                    logits[part], p[local], best[local], kind, scratch
+                    logits[part], p[local], best[local], kind, scratch, rounded=rows.dtype != wide
                 )
                 torch.mul(share, weight[piece, None], out=scale[part])
             if kind == "kl":
@@ -216,7 +216,7 @@ def _log_sum(top: Tensor, share: Tensor) -> Tensor:
 
 
 def _loss_and_gradient(
-    logits: Tensor, p: Tensor, best: Tensor, kind: LossKind, scratch: Tensor
+    logits: Tensor, p: Tensor, best: Tensor, kind: LossKind, scratch: Tensor, rounded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row [R], whether its largest logit is the teacher's best token [R], and a factor [R, 1]: times it,
     what stands in `logits` [R, D] afterwards is the loss's gradient with respect to the logits. (A factor of a row
@@ -225,9 +225,10 @@ def _loss_and_gradient(
     Args:
         logits: in units of log 2; overwritten.
         scratch: [>= R, D], overwritten.
+        rounded: the logits come from a narrower dtype, in which many are equal: an engine proposes one of these.
     """
     top = logits.amax(-1, keepdim=True)
-    hit = logits.gather(-1, best[:, None])[:, 0] >= top[:, 0]
+    hit = logits.argmax(-1) == best if rounded else logits.gather(-1, best[:, None])[:, 0] >= top[:, 0]
     scratch = scratch[: len(logits)]
     along = torch.mul(p, logits, out=scratch).sum(-1, keepdim=True) if kind != "lk" else None
     q = logits.sub_(top).exp2_()  # times its sum

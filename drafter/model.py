@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafter.attention import Context, ttt_attention
 from drafter.batch import Batch
-from drafter.config import DrafterConfig
+from drafter.config import DrafterConfig, read_target_config
 from drafter.flex import flex_ttt_attention
 from drafter.fused import RMSNorm, SharedRows, SharedWeight, rms_norm, swiglu, take_rows
 from drafter.heads import GroupedAttention, LatentAttention
 from drafter.rope import RopeTable
 from drafter.slots import SlotPlan, seen_token
 from hidden_states.errors import TrainingError
+from hidden_states.target_config import language_config
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,30 @@ class TargetWeights:
     def load(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> "TargetWeights":
         """Reads the two tensors, and no other, from a Hugging Face folder.
 
-        Raises: TrainingError when a folder holds no embedding under a known name.
+        Raises: TrainingError when a folder holds no embedding under a known name, no head and a config that says the
+            embedding is none, or a file that cannot be read.
         """
         found: dict[str, Tensor] = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
-                    for wanted in ("embed_tokens.weight", "lm_head.weight"):
-                        if name.endswith(wanted) and "mtp" not in name:
-                            found.setdefault(wanted, tensors.get_tensor(name).to(dtype))
+            try:
+                with safe_open(file, "pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                        for wanted in ("embed_tokens.weight", "lm_head.weight"):
+                            if name.endswith(wanted) and "mtp" not in name:
+                                found.setdefault(wanted, tensors.get_tensor(name).to(dtype))
+            except (SafetensorError, OSError) as error:
+                raise TrainingError(
+                    str(file), f"it cannot be read ({error})", "the target's weights", "Copy it again."
+                ) from error
         if "embed_tokens.weight" not in found:
             raise TrainingError(
                 str(folder), "no tensor named *embed_tokens.weight", "a target with safetensors weights",
                 "Point at the folder the server loads.",
+            )  # fmt: skip
+        if "lm_head.weight" not in found and not _ties_head(folder):
+            raise TrainingError(
+                str(folder), "no tensor named *lm_head.weight, and a config with tie_word_embeddings false",
+                "the target's head", "A file of weights is missing: copy the folder again.",
             )  # fmt: skip
         embedding = found["embed_tokens.weight"]
         return cls(embedding, found.get("lm_head.weight", embedding))
@@ -57,6 +69,15 @@ class TargetWeights:
         """Moved and cast; tied weights stay one tensor."""
         embedding = self.embedding.to(device, dtype)
         return TargetWeights(embedding, embedding if self.head is self.embedding else self.head.to(device, dtype))
+
+
+def _ties_head(folder: str | Path) -> bool:
+    """Whether a target without a head of its own may have its embedding for one."""
+    if not (Path(folder) / "config.json").is_file():
+        return True
+    config = read_target_config(folder)
+    text = language_config(config)
+    return bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
 
 
 class _MLP(nn.Module):

@@ -8,7 +8,6 @@ fc_norm.<a>                 the same                model.fc_norm.<a>
 aux_norm_low, _mid, _high   older names of fc_norm.0, 1, 2, which SGLang reads too
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -83,9 +82,3 @@ def load_drafter(folder: str | Path, config: DrafterConfig, dtype: torch.dtype =
     drafter = Eagle3Drafter(config, weights["d2t"])
     drafter.to(dtype).load_state_dict(weights)
     return drafter
-
-
-def draft_vocab_of(folder: str | Path) -> int:
-    """Draft vocabulary size a published drafter's config names."""
-    config = json.loads((Path(folder) / "config.json").read_text())
-    return int(config.get("draft_vocab_size") or config["vocab_size"])

@@ -121,6 +121,10 @@ def work_for(counted: Tensor, batch: Batch, teacher: Teacher, loss: LossConfig) 
     known[:n] = teacher.in_vocab(batch, teaches[:n])
     in_vocab = torch.stack([known[seen_token(slots, j)] for j in range(steps)])
     used = counted & in_vocab if loss.out_of_vocab == "drop" else counted
+    if (top := top_of(batch)) is not None:
+        # Where none of the largest logits is in the draft vocabulary, nothing is known of the distribution within it.
+        known[:n] = (teacher.holds[top.ids.long()] & (top.ids >= 0)).any(1)
+        used = used & torch.stack([known[seen_token(slots, j)] for j in range(steps)])
     return Work(counted, in_vocab, plan_slots(used, batch.doc_ids))
 
 

@@ -1,25 +1,11 @@
 """What the drafter would propose after a text: the same greedy chain a serving engine runs with top-k 1."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from drafter.batch import Row
 from drafter.model import Eagle3Drafter
 from drafter.slots import plan_slots
-
-
-@dataclass
-class _Text:
-    """One document as a packed row, for `Eagle3Drafter.unroll`."""
-
-    input_ids: Tensor
-    aux: Tensor
-    loss_mask: Tensor
-    final: Tensor
-    doc_ids: Tensor
-    positions: Tensor
-    sample_ids: list[str]
 
 
 @torch.no_grad()
@@ -39,7 +25,7 @@ def propose(drafter: Eagle3Drafter, ids: Tensor, aux: Tensor, embedding: Tensor,
         used[step, slot] = True  # the one slot that drafts; earlier ones give their step-0 keys and values
         states = torch.cat([aux, aux.new_zeros(n - len(aux), *aux.shape[1:])])
         where = torch.arange(n)
-        text = _Text(ids, states, used[0], states[:, 0], torch.zeros_like(where), where, ["text"])
+        text = Row(ids, states, used[0], states[:, 0], torch.zeros_like(where), where, ["text"])
         *_, newest = drafter.unroll(text, plan_slots(used, text.doc_ids), embedding, embedding.dtype)
         logits = newest @ drafter.lm_head.weight.to(embedding.dtype).T
         drafted.append(int(draft_ids[logits[0].argmax()]))

@@ -73,13 +73,20 @@ class Ranks:
         if self.count > 1:
             dist.all_reduce(values)
 
+    def total(self, value: float) -> float:
+        """Added up over the ranks."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
     def largest(self, value: float) -> float:
         """The largest over the ranks, so that their clocks do not make their learning rates differ."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
         if self.count == 1:
             return value
-        largest = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest)
+        reduced = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(reduced, how)
+        return float(reduced)
 
     def anywhere(self, here: bool) -> bool:
         """True when it is true on some rank, so that all ranks turn together."""

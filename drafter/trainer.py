@@ -90,7 +90,8 @@ class Trainer:
         self.progress = Progress()
         self._stream: Iterable[Batch] | None = None
         self._stopped = False
-        self._epoch_rows = 0  # packed rows of this epoch; 0 = its length is not known
+        # Packed rows of this epoch, on all ranks, and those behind; 0 = its length is not known.
+        self._epoch_rows = self._epoch_done = 0.0
 
     def run(self) -> TrainResult:
         """Trains to the end of the course, from the newest checkpoint when there is one.
@@ -120,6 +121,7 @@ class Trainer:
             now = time.monotonic()
             progress.step += 1
             progress.in_epoch += len(group)
+            self._epoch_done += self.ranks.total(len(group))
             progress.tokens += tokens
             progress.seconds = self.ranks.largest(now - began)
             if self.on_step:
@@ -129,13 +131,13 @@ class Trainer:
                         progress.seconds, figures,
                     )
                 )  # fmt: skip
+            if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
+                self._save()  # before the validation: its troubles cost no training
             if config.validate_every and progress.step % config.validate_every == 0:
                 validated, validated_at = self._validate(), progress.step
-            if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
-                self._save()
+        self._save()
         if not self._stopped and validated_at != progress.step:  # also of a course that was over when we resumed it
             validated = self._validate()
-        self._save()
         return TrainResult(
             progress.step, progress.epoch, progress.tokens, progress.seconds, progress.loss_first, progress.loss_last,
             self._stopped, validated, progress.best,
@@ -153,8 +155,7 @@ class Trainer:
         while not self._leaving():
             if self._stream is None:
                 self._stream = self.batches(progress.epoch)
-            left = len(self._stream) if isinstance(self._stream, Sized) else 0
-            self._epoch_rows = progress.in_epoch + left if left else 0
+                self._epoch_rows, self._epoch_done = self._rows_in(self._stream), 0.0
             rows = iter(self._stream)
             while not self._leaving():
                 taken = zip(range(self.config.accumulate), rows, strict=False)
@@ -239,9 +240,13 @@ class Trainer:
         by_time = progress.seconds / config.max_seconds if config.max_seconds else 0.0
         by_epochs = 0.0
         if config.epochs:
-            within = min(1.0, progress.in_epoch / self._epoch_rows) if self._epoch_rows else 0.0
+            within = min(1.0, self._epoch_done / self._epoch_rows) if self._epoch_rows else 0.0
             by_epochs = (progress.epoch + within) / config.epochs
         return min(1.0, max(by_steps, by_time, by_epochs))
+
+    def _rows_in(self, stream: Iterable[Batch]) -> float:
+        """Packed rows left in it, on all ranks; 0 when that is not known."""
+        return self.ranks.total(len(stream) if isinstance(stream, Sized) else 0)
 
     def _leaving(self) -> bool:
         self._stopped = self.ranks.anywhere(bool(self.stop and self.stop()))
@@ -277,12 +282,16 @@ class Trainer:
                 "Use another checkpoint folder, or remove this one to start over.",
             )  # fmt: skip
         self.progress = Progress(**said)
+        if best := self.folder.best_figures():  # it may be newer than the checkpoint
+            self.progress.best = best["acceptance_length"]
         self.folder.load_state(self.drafter, self.optimiser)
         torch.set_rng_state(found.training["random"])
         stream, ranks_then = self.batches(self.progress.epoch), found.training["ranks"]
+        self._epoch_rows = self._rows_in(stream)
         if "stream" in found.training and isinstance(stream, Stateful):
             stream.load_state_dict(found.training["stream"])
             self.progress.in_epoch = round(self.progress.in_epoch * ranks_then / self.ranks.count)
+            self._epoch_done = self._epoch_rows - self._rows_in(stream)
             self._stream = stream
             return
         if ranks_then != self.ranks.count:
@@ -291,8 +300,8 @@ class Trainer:
                 "These batches do not know their position (no state_dict): only as many ranks as before can go on.",
             )  # fmt: skip
         rows = iter(stream)
-        for _ in range(self.progress.in_epoch):
-            next(rows, None)
+        passed = sum(next(rows, None) is not None for _ in range(self.progress.in_epoch))
+        self._epoch_done = self.ranks.total(passed)
         self._stream = _Rest(rows)
 
 

@@ -185,6 +185,16 @@ class Train(Section):
     checkpoint_every: Positive = Field(500, description="optimiser steps between checkpoints")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products; weights stay float32")
     seed: Seed = Field(0, description="of the first weights and of the order of samples")
+    start_from: str | None = Field(
+        None,
+        description="folder of a published drafter to train further (names of SGLang, SpecForge, vLLM, speculators or "
+        "NeMo Automodel); it keeps its shape and its draft vocabulary",
+    )
+    drafter: dict[str, Any] = Field(
+        default_factory=dict,
+        description="fields of a fresh drafter that differ from what its target gives, as `fc_norm: true`; they are "
+        "those of `DrafterConfig` in drafter/config.py, and `latent_attention`",
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> "Train":

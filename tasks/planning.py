@@ -149,6 +149,7 @@ def make_plan(recipe: Recipe, *, on_paper: bool = False) -> Plan:
         prompts, samples, report, rule = _prepare(recipe, shape)
         tokens = sum(len(s) for s in samples) + sum(len(p.ids) + recipe.regenerate.max_new_tokens for p in prompts)
     _refuse_blocks(recipe, shape)
+    _refuse_drafter(recipe, shape)
     share = recipe.data.held_out_share
     digests = [p.digest for p in prompts] + [s.digest for s in samples]
     held_out = frozenset(digest for digest in digests if is_held_out(digest, share))
@@ -281,6 +282,17 @@ def _refuse_blocks(recipe: Recipe, shape: TargetShape) -> None:
             f"at most block {shape.num_blocks - 2} of {shape.num_blocks} (counted from 0)",
             "The last block's output is not captured as such: the final state, after the norm, comes along anyway.",
         )  # fmt: skip
+
+
+def _refuse_drafter(recipe: Recipe, shape: TargetShape) -> None:
+    """What is asked of the drafter by name is refused now, and not after the capture."""
+    train = recipe.train
+    if (train.start_from is not None or train.drafter) and shape.vocab_size:
+        from drafter.start import first_config  # torch takes seconds that other plans need not wait for
+
+        first_config(
+            recipe.target.model_path, recipe.capture.blocks, train.draft_vocab_size, train.start_from, train.drafter
+        )
 
 
 def _refuse_small_disk(plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """Training the drafter from the bucket, and the folders SGLang loads."""
 
+import copy
 import hashlib
 import json
 import shutil
@@ -16,12 +17,12 @@ from prefect.logging import get_run_logger
 
 from drafter.acceptance import Figures, simulated_acceptance_length
 from drafter.checkpoint import CheckpointFolder
-from drafter.config import DrafterConfig, read_target_config
 from drafter.export import export_drafter
 from drafter.inspect import inspect_drafter
 from drafter.loss import LossConfig
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.schedule import Schedule
+from drafter.start import first_drafter
 from drafter.trainer import StepMetrics, TrainConfig, Trainer
 from hidden_states.errors import TrainingError
 from hidden_states.final_norm import FinalNorm
@@ -79,12 +80,11 @@ def train_drafter(job: Job) -> None:
     recipe, dataset = job.recipe, need(job.dataset, "dataset")
     target = TargetWeights.load(recipe.target.model_path)
     vocab = dataset.vocab_map()
-    config = DrafterConfig.from_target(
-        read_target_config(recipe.target.model_path), dataset.manifest.after_block, len(vocab.d2t)
-    )
-    drafter, control = (Eagle3Drafter(config, vocab.d2t) for _ in range(2))
-    for model in (drafter, control):
-        model.initialise(target.head, recipe.train.seed)
+    drafter = first_drafter(
+        recipe.target.model_path, target.head, dataset.manifest.after_block, vocab.d2t, recipe.train.seed,
+        recipe.train.start_from, recipe.train.drafter,
+    )  # fmt: skip
+    control = copy.deepcopy(drafter)
     identity = json.dumps([dataset.digest, recipe.train.model_dump(mode="json")], sort_keys=True)
     checkpoints = job.state / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = job.state / "cache"

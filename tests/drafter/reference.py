@@ -67,15 +67,20 @@ def reference_loss(
     kind: str,
     latent: dict | None = None,
 ) -> dict:
-    """loss (differentiable), and per step: positions counted, with a loss, hits, chains alive before and after."""
+    """loss (differentiable); per step: positions counted, with a loss, with a teacher in the draft vocabulary, hits,
+    chains alive before and after, sums of loss and of the teacher's entropy; tokens to learn, and of these in the draft
+    vocabulary."""
     d2t = weights["d2t"].tolist()
     vocab = [j + d2t[j] for j in range(len(d2t))]
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(steps)]
-    used, counted, hit, reached, accepted = ([0] * steps for _ in range(5))
+    used, counted, in_vocab, hit, reached, accepted = ([0] * steps for _ in range(6))
+    entropy, learned, covered = [0.0] * steps, 0, 0
     w = {name.removeprefix("midlayer."): value for name, value in weights.items()}
     for doc in documents:
         ids, learn = doc["ids"].tolist(), doc["learn"].tolist()
         length = len(ids)
+        learned += sum(learn)
+        covered += sum(token in vocab for token, on in zip(ids, learn, strict=True) if on)
         state, keys, values = {}, {}, {}
         for i in range(length):
             chunks = [doc["aux"][i, a] for a in range(doc["aux"].shape[1])]
@@ -120,6 +125,7 @@ def reference_loss(
                 teacher = head @ doc["final"][i + 1 + j]
                 logits = w["lm_head.weight"] @ normed
                 best = int(teacher.argmax())
+                in_vocab[j] += best in vocab
                 right = best in vocab and vocab[int(logits.argmax())] == best
                 hit[j] += right
                 unbroken[i] = unbroken[i] and right
@@ -129,6 +135,7 @@ def reference_loss(
                 used[j] += 1
                 p = teacher[vocab].softmax(0)
                 q_d = logits.softmax(0)
+                entropy[j] -= float((p * p.log()).sum())
                 if kind == "lk":
                     sums[j] = sums[j] - torch.log(sum(torch.minimum(a, b) for a, b in zip(p, q_d, strict=True)))
                 else:
@@ -136,4 +143,8 @@ def reference_loss(
                     if kind == "kl":
                         sums[j] = sums[j] + (p * p.log()).sum()
     loss = sum(decay**j * s / max(1, used[j]) for j, s in enumerate(sums))
-    return {"loss": loss, "used": used, "counted": counted, "hits": hit, "reached": reached, "accepted": accepted}
+    return {
+        "loss": loss, "used": used, "counted": counted, "hits": hit, "reached": reached, "accepted": accepted,
+        "in_vocab": in_vocab, "sums": [float(s) for s in sums], "entropy": entropy, "learned": learned,
+        "covered": covered,
+    }  # fmt: skip

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from drafter.attention import Context, ttt_attention
-from drafter.flex import flex_ttt_attention
+from drafter.flex import causal_tiles, flex_ttt_attention
 from drafter.fused import SharedWeight, rms_norm, rotate, swiglu
 from drafter.slots import plan_slots
 
@@ -73,6 +74,25 @@ def test_the_form_for_gpus_gives_the_same_attention(later, heads, kv_heads, valu
     given = (ks, vs, plan.context_of[0], plan.blocks[0], 0.3)
     ours = ttt_attention(q, Context(keys, values), *given, 0)
     assert torch.allclose(flex_ttt_attention(q, keys, values, *given), ours, atol=2e-6)
+
+
+@pytest.mark.parametrize("lengths", [[5], [128], [300, 7, 140], [128, 128], [1, 1, 700]])
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_the_mask_for_gpus_is_the_one_that_torch_would_make_of_all_pairs(lengths, share) -> None:
+    docs = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    used = torch.rand(1, len(docs), generator=torch.Generator().manual_seed(len(docs))) < share
+    plan = plan_slots(used, docs)
+    first = torch.cat([torch.full((end - begin,), key) for begin, end, key, _ in plan.blocks[0]])
+    last, context = plan.context_of[0], len(plan.context)
+
+    def sees(batch, head, query, key):
+        return (key >= first[query]) & (key <= last[query])
+
+    ours = causal_tiles(first, last, context)
+    theirs = create_block_mask(sees, None, None, len(last), context, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert torch.equal(ours.to_dense(), theirs.to_dense()) and ours.seq_lengths == theirs.seq_lengths
 
 
 def test_a_far_larger_score_in_the_future_does_not_leak_into_the_softmax() -> None:

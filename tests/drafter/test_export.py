@@ -13,7 +13,7 @@ from drafter.config import DrafterConfig, LatentSizes, resolve_rope
 from drafter.export import compare_keys, engine_config, expected_shapes, export_drafter
 from drafter.inspect import inspect_drafter
 from drafter.model import TargetWeights
-from drafter.naming import draft_vocab_of, load_drafter
+from drafter.naming import load_drafter
 from hidden_states.errors import TrainingError
 from tests.drafter.packing import random_drafter, small_config
 
@@ -94,8 +94,7 @@ def test_weights_survive_export_and_return(tmp_path) -> None:
         if format == "vllm":
             drafter, _ = random_drafter(small_config(), torch.Generator().manual_seed(0), torch.float32)
         folder = export_drafter(drafter, tmp_path / format, format=format)
-        config = drafter.config.with_draft_vocab(draft_vocab_of(folder))
-        again = load_drafter(folder, config)
+        again = load_drafter(folder, drafter.config)
         assert all(torch.equal(again.state_dict()[n], w) for n, w in drafter.state_dict().items())
 
 

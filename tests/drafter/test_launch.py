@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from drafter.inspect import inspect_drafter
-from drafter.launch import read_course, train_config
+from drafter.launch import read_course, train, train_config
 from drafter.trainer import STOPPED_EXIT_CODE
 from hidden_states.dataset import DatasetWriter
-from hidden_states.errors import TrainingError
+from hidden_states.errors import RecipeError, TrainingError
 from hidden_states.plan import plan_batches
 from hidden_states.shard import pack_shard
 from hidden_states.store import open_store
@@ -27,7 +27,7 @@ from tests.servers import REPOSITORY
 HIDDEN, VOCAB = 8, 1000
 
 
-def course_file(folder: Path, **train: object) -> Path:
+def course_file(folder: Path, held_out: int = 2, **train: object) -> Path:
     """A target, a committed dataset of twelve samples, and a course over it."""
     target = folder / "target"
     target.mkdir()
@@ -48,7 +48,7 @@ def course_file(folder: Path, **train: object) -> Path:
     vocab = build_vocab_map(count_tokens(samples, VOCAB), 100)
     writer.commit_manifest(
         [b.id for b in batches], vocab_map=vocab.to_bytes(), coverage=vocab.coverage,
-        held_out={s.id for s in samples[:2]},
+        held_out={s.id for s in samples[:held_out]},
     )  # fmt: skip
     course = {
         "dataset": f"file://{folder}/store/data", "target": str(target), "checkpoints": str(folder / "checkpoints"),
@@ -85,6 +85,39 @@ def test_a_course_is_stopped_and_continued_on_two_ranks(tmp_path) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["ranks"] == 2 and said["steps"] == stopped + 4
     assert inspect_drafter(tmp_path / "drafter", tmp_path / "target").problems == []
+
+
+def test_a_dataset_without_held_out_samples_is_refused_before_the_first_step(tmp_path, capsys) -> None:
+    course = read_course(course_file(tmp_path, held_out=0, max_steps=3))
+    with pytest.raises(RecipeError, match=r"split 'held_out': no samples in it"):
+        train(course, torch.device("cpu"))
+    assert "step" not in capsys.readouterr().out and not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_a_course_starts_from_a_published_drafter(tmp_path) -> None:
+    path = course_file(tmp_path, max_steps=2)
+    assert train(read_course(path), torch.device("cpu")) == 0
+    first = json.loads(path.read_text())
+    second = {"start_from": first["export"], "checkpoints": f"{tmp_path}/more", "export": f"{tmp_path}/second"}
+    path.write_text(json.dumps({
+        **first, **second,
+        "train": {**first["train"], "max_steps": 1, "schedule": {"lr": 1e-12}},
+    }))  # fmt: skip
+    assert train(read_course(path), torch.device("cpu")) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "second"))
+    assert all(torch.allclose(after[name].float(), value.float(), atol=1e-6) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("batch_tokens", "8192"), ("batch_tokens", 0), ("batch_tokens", True), ("seed", "0"), ("train", []),
+     ("drafter", "x"), ("store", None), ("start_from", 3), ("dataset", None), ("export", ["x"]), ("cache_dir", {})],
+)  # fmt: skip
+def test_a_course_with_a_value_of_another_kind_is_refused_by_name(tmp_path, key, value) -> None:
+    path = course_file(tmp_path, max_steps=1)
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(TrainingError, match=rf"course\.json: {key} is "):
+        read_course(path)
 
 
 def test_a_course_with_wrong_keys_is_refused(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """The trainer's loss and every gradient, against the plain reference."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -70,6 +71,32 @@ def assert_equal(drafter, target, documents, steps, loss, recompute=False) -> No
     for ours_name, theirs in (("counted", "counted"), ("scored", "used"), ("hits", "hits"), ("reached", "reached"),
                               ("accepted", "accepted")):  # fmt: skip
         assert getattr(tally, ours_name).tolist() == expected[theirs], ours_name
+    figures = tally.figures(loss.decay)
+    for name, figure in figures_by_definition(expected, loss.decay).items():
+        assert getattr(figures, name) == pytest.approx(figure, rel=1e-8, abs=1e-12), name
+
+
+def figures_by_definition(expected: dict, decay: float) -> dict:
+    """What `Figures` says its fields mean, from the reference's sums; replayed lengths have a test of theirs."""
+
+    def share(part: list, whole: list) -> list[float]:
+        return [a / b if b else 0.0 for a, b in zip(part, whole, strict=True)]
+
+    loss = share(expected["sums"], expected["used"])
+    conditional = share(expected["accepted"], expected["reached"])
+    chains = [math.prod(conditional[: n + 1]) for n in range(len(conditional))]
+    return {
+        "loss": sum(decay**j * x for j, x in enumerate(loss)),
+        "loss_per_step": loss,
+        "top1": share(expected["hits"], expected["counted"]),
+        "top1_in_vocab": share(expected["hits"], expected["in_vocab"]),
+        "conditional_acceptance": conditional,
+        "acceptance_length": 1 + sum(chains),
+        "teacher_in_vocab": share(expected["in_vocab"], expected["counted"])[0],
+        "coverage": expected["covered"] / expected["learned"] if expected["learned"] else 0.0,
+        "teacher_entropy": share(expected["entropy"], expected["used"])[0],
+        "positions": expected["counted"][0],
+    }
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

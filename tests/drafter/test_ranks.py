@@ -12,23 +12,28 @@ import pytest
 import torch
 
 from drafter.checkpoint import CheckpointFolder
+from drafter.course import TrainConfig
 from drafter.trainer import Trainer
 from hidden_states.errors import TrainingError
-from tests.drafter.test_trainer import COURSE, Positioned, rows_of, world
+from tests.drafter.test_trainer import COURSE, EPOCHS, Positioned, rows_of, world
 from tests.servers import REPOSITORY
 
 
-def alone(folder: Path | None = None, stop_after: int | None = None, positioned: bool = True) -> dict:
+def alone(
+    folder: Path | None = None, stop_after: int | None = None, positioned: bool = True, course: TrainConfig = COURSE
+) -> dict:
     """One rank taking two rows a step, as two ranks take one each."""
+    course = course if course.epochs else replace(course, max_steps=6)
+    rates: list[float] = []
     drafter, target, documents = world()
     losses: dict[int, float] = {}
     result = Trainer(
-        replace(COURSE, max_steps=6, validate_every=3, accumulate=2), drafter, target,
+        replace(course, validate_every=3, accumulate=2), drafter, target,
         lambda epoch: Positioned(rows_of(documents)) if positioned else rows_of(documents), folder,
-        validation=lambda: rows_of(documents), on_step=lambda m: losses.update({m.step: m.loss}),
+        validation=lambda: rows_of(documents), on_step=lambda m: (losses.update({m.step: m.loss}), rates.append(m.lr)),
         stop=lambda: stop_after in losses,
     ).run()  # fmt: skip
-    return {"losses": losses, "result": result, "weights": drafter.state_dict()}
+    return {"losses": losses, "rates": rates, "result": result, "weights": drafter.state_dict()}
 
 
 def by_step(losses: dict) -> dict[int, float]:
@@ -55,6 +60,11 @@ def test_two_ranks_give_the_losses_and_weights_of_one_and_each_goes_on_from_the_
         assert by_step(said["second"]["losses"]) == pytest.approx(
             {n: x for n, x in one["losses"].items() if n > 2}, rel=1e-5
         )
+    by_epochs = alone(course=EPOCHS)
+    for said in saw:
+        assert said["epochs"]["rates"] == pytest.approx(by_epochs["rates"]) and len(by_epochs["rates"]) == 6
+        assert by_step(said["epochs"]["losses"]) == pytest.approx(by_epochs["losses"], rel=1e-5)
+        assert said["epochs"]["tokens"] == by_epochs["result"].tokens, "every row of every epoch"
     for name in ("whole", "second"):
         weights = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         assert all(torch.allclose(weights[n], w, rtol=1e-4, atol=1e-5) for n, w in one["weights"].items())

@@ -26,6 +26,7 @@ COURSE = TrainConfig(
     ttt_steps=3, schedule=Schedule(lr=3e-3, kind="linear", warmup_steps=3), max_steps=12,
     loss=LossConfig(out_of_vocab="renormalise"),
 )  # fmt: skip
+EPOCHS = replace(COURSE, max_steps=None, epochs=2, schedule=Schedule(lr=3e-3, kind="linear", warmup_steps=1))
 
 
 def world(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Drafter, TargetWeights, list[dict]]:
@@ -263,7 +264,7 @@ def test_folders_of_other_names_are_no_checkpoints(tmp_path, name) -> None:
 @pytest.mark.parametrize("file", ["drafter.safetensors", "figures.json"])
 def test_a_damaged_best_drafter_is_named(tmp_path, file) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save_best({"a": torch.ones(2)}, {"step": 1})
+    folder.save_best({"a": torch.ones(2)}, {"step": 1, "acceptance_length": 1.5})
     (tmp_path / "best" / file).write_bytes(b"{")
     with pytest.raises(TrainingError, match=r"best: unreadable .* its best drafter is lost"):
         folder.load_best()
@@ -272,7 +273,7 @@ def test_a_damaged_best_drafter_is_named(tmp_path, file) -> None:
 @pytest.mark.parametrize("name", ["best", "step-00000002"])
 def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(tmp_path, name) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save_best({"a": torch.ones(2)}, {"step": 1})
+    folder.save_best({"a": torch.ones(2)}, {"step": 1, "acceptance_length": 1.5})
     train(replace(COURSE, max_steps=2), tmp_path)
     (tmp_path / name).rename(tmp_path / f".tmp-replaced-{name}")
     (tmp_path / f".tmp-{name}").mkdir()
@@ -321,6 +322,59 @@ def test_the_best_drafter_by_simulated_acceptance_is_kept(tmp_path) -> None:
     best = CheckpointFolder(tmp_path).load_best()
     assert best is not None and best[1]["acceptance_length"] == max(seen) == result.best_acceptance_length
     assert len(seen) == 4
+
+
+def test_a_validation_that_fails_costs_no_training_and_is_made_up_for(tmp_path) -> None:
+    """A store that is away at the end of the night: the steps are saved, and the same command validates them."""
+
+    def course(trouble: bool) -> Trainer:
+        drafter, target, documents = world()
+
+        def held_out() -> list[Row]:
+            if trouble:
+                raise OSError("the store is away")
+            return rows_of(documents)
+
+        return Trainer(COURSE, drafter, target, lambda epoch: rows_of(documents), tmp_path, validation=held_out)
+
+    with pytest.raises(OSError, match="the store is away"):
+        course(True).run()
+    assert CheckpointFolder(tmp_path).steps() == [12]
+    result = course(False).run()
+    assert result.steps == 12 and result.validation is not None
+    assert result.best_acceptance_length == result.validation.acceptance_length
+
+
+def test_a_longer_course_does_not_put_a_worse_drafter_in_the_place_of_the_best(tmp_path, monkeypatch) -> None:
+    """The best was found by the last validation, after the last checkpoint."""
+    lengths = iter([1.9, 1.4])
+    figures = Trainer.evaluate
+
+    def evaluate(self: Trainer, batches: Iterable[Row]) -> Figures:
+        return replace(figures(self, batches), acceptance_length=next(lengths))
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    for steps in (6, 12):
+        drafter, target, documents = world()
+        result = Trainer(
+            replace(COURSE, max_steps=steps), drafter, target, lambda epoch, d=documents: rows_of(d), tmp_path,
+            validation=lambda d=documents: rows_of(d),
+        ).run()  # fmt: skip
+        assert result.steps == steps and result.best_acceptance_length == 1.9
+    best = CheckpointFolder(tmp_path).best_figures()
+    assert best is not None and best["step"] == 6
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("positioned", [True, False])
+def test_a_rate_that_falls_with_the_epochs_is_the_same_after_a_stop(tmp_path, stop_after, positioned) -> None:
+    def batches(epoch: int):
+        return Positioned(rows_of(world()[2])) if positioned else rows_of(world()[2])
+
+    whole = train(EPOCHS, batches=batches)
+    first = train(EPOCHS, tmp_path, stop_after, batches)
+    second = train(EPOCHS, tmp_path, batches=batches)
+    assert {**first["losses"], **second["losses"]} == whole["losses"] and len(whole["losses"]) == 10
 
 
 def test_a_course_of_epochs_ends_after_them_and_its_rate_falls_within_them() -> None:

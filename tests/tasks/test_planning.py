@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.deployments import deployments
-from hidden_states.errors import DataError, RecipeError
+from hidden_states.errors import DataError, RecipeError, TrainingError
 from infra.recipe import Recipe
 from infra.recipe_file import load_recipe
 from tasks.planning import make_plan
@@ -68,6 +68,23 @@ def test_a_prompt_set_that_can_be_served_is_planned(folder: Path) -> None:
     path = folder / "set.jsonl"
     path.write_bytes(rows(asks("a"), domain="chat") + rows(asks("b"), domain="code"))
     assert make_plan(recipe_with(folder, f"evaluate.sets=[{{name: mine, path: {path}, domain: code}}]")).count
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("train.drafter={fc_nrom: true}", "fc_nrom"),
+        ("train.drafter={after_block: [1]}", "after_block"),
+        ("train.drafter={hidden_size: 7}", "hidden_size"),
+        ("train.start_from=/nowhere", "/nowhere"),
+    ],
+)
+def test_a_drafter_that_cannot_be_trained_is_refused_before_anything_is_captured(
+    folder: Path, given: str, says: str
+) -> None:
+    with pytest.raises(TrainingError, match=says):
+        make_plan(recipe_with(folder, given))
+    assert make_plan(recipe_with(folder, "train.drafter={fc_norm: true}")).count
 
 
 def by_plan(recipe: Path) -> None:
