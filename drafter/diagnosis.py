@@ -22,7 +22,7 @@ from drafter.batch import Batch
 from drafter.config import DrafterConfig, read_target_config
 from drafter.layer_ids import blocks_sglang_captures
 from drafter.loss import LossConfig
-from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights, vocabulary_digest
 from drafter.naming import to_sglang_name
 from drafter.objective import Teacher
 from drafter.published import published_config
@@ -126,13 +126,17 @@ def as_trained(
         after_block, d2t, dtype: the dataset's.
 
     Rope and norms: as the export wrote them down (`eyas.trained` in config.json); without that the target's rope and
-    eps, and norms by the tensors that are there.
+    eps, and norms by the tensors that are there. The vocabulary map is the folder's where the export wrote down its
+    digest: a training that started from a published drafter keeps that one's.
     """
     config = read_target_config(folder)
     target_config = read_target_config(target)
     said = (config.get("eyas") or {}).get("trained") or {}
     like_target = DrafterConfig.from_target(target_config, tuple(after_block), len(d2t))
-    has_fc_norm = any(name.startswith("fc_norm.") for name in read_weights(folder))
+    weights = read_weights(folder)
+    has_fc_norm = any(name.startswith("fc_norm.") for name in weights)
+    if "d2t" in weights and vocabulary_digest(weights["d2t"]) == said.get("d2t_sha256"):
+        d2t = weights["d2t"]
     shape = replace(
         served.config,
         after_block=tuple(after_block),

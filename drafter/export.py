@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafter.config import DrafterConfig
 from drafter.layer_ids import sglang_layer_ids, vllm_layer_ids
-from drafter.model import Eagle3Drafter
+from drafter.model import Eagle3Drafter, vocabulary_digest
 from hidden_states.errors import TrainingError
 
 Format = Literal["sglang", "vllm"]
@@ -157,7 +157,9 @@ def export_drafter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(engine_config(config, dtype, format), indent=2) + "\n")
+    written = engine_config(config, dtype, format)
+    written["eyas"]["trained"]["d2t_sha256"] = vocabulary_digest(drafter.d2t)
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     return folder
 
 

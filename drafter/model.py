@@ -5,6 +5,7 @@ never part of the drafter. Legend: N tokens of a packed row, C context slots, R 
 hidden size, A captured blocks, K steps, D draft vocabulary, V target vocabulary.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ class TargetWeights:
         """Moved and cast; tied weights stay one tensor."""
         embedding = self.embedding.to(device, dtype)
         return TargetWeights(embedding, embedding if self.head is self.embedding else self.head.to(device, dtype))
+
+
+def vocabulary_digest(d2t: Tensor) -> str:
+    """sha256 of a draft vocabulary's map [D], as int64."""
+    return hashlib.sha256(d2t.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
 
 
 def _ties_head(folder: str | Path) -> bool:

@@ -25,7 +25,7 @@ def propose(drafter: Eagle3Drafter, ids: Tensor, aux: Tensor, embedding: Tensor,
         used[step, slot] = True  # the one slot that drafts; earlier ones give their step-0 keys and values
         states = torch.cat([aux, aux.new_zeros(n - len(aux), *aux.shape[1:])])
         where = torch.arange(n)
-        text = Row(ids, states, used[0], states[:, 0], torch.zeros_like(where), where, ["text"])
+        text = Row(ids, used[0], states, states[:, 0], torch.zeros_like(where), where, ["text"])
         *_, newest = drafter.unroll(text, plan_slots(used, text.doc_ids), embedding, embedding.dtype)
         logits = newest @ drafter.lm_head.weight.to(embedding.dtype).T
         drafted.append(int(draft_ids[logits[0].argmax()]))

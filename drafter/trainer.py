@@ -5,7 +5,6 @@ every rank of an initialised `torch.distributed` group, over which the weights a
 batches come from or metrics go.
 """
 
-import hashlib
 import json
 import math
 import signal
@@ -24,7 +23,7 @@ from drafter.checkpoint import Checkpoint, CheckpointFolder
 from drafter.course import Progress, StepMetrics, TrainConfig, TrainResult
 from drafter.loss import LossConfig
 from drafter.memory import freed_memory_kept
-from drafter.model import Eagle3Drafter, TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights, vocabulary_digest
 from drafter.objective import Teacher, batch_loss, placed, plan_work
 from drafter.ranks import Ranks, whole, whole_weights
 from hidden_states.errors import TrainingError
@@ -175,6 +174,7 @@ class Trainer:
             self._stream = None
             progress.epoch += 1
             progress.in_epoch = 0
+            self._epoch_done = 0.0
 
     def _gradients(self, group: list[Batch]) -> tuple[Tally, int]:
         """Adds up the gradients of one optimiser step, here and over the ranks; its tally and tokens."""
@@ -254,10 +254,9 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to continue this training."""
-        d2t = hashlib.sha256(self.drafter.d2t.cpu().numpy().tobytes()).hexdigest()
         return {
-            "drafter": json.loads(self.drafter.config.to_json()), "d2t": d2t, "ttt_steps": self.config.ttt_steps,
-            "loss": asdict(self.config.loss),
+            "drafter": json.loads(self.drafter.config.to_json()), "d2t": vocabulary_digest(self.drafter.d2t),
+            "ttt_steps": self.config.ttt_steps, "loss": asdict(self.config.loss),
         }  # fmt: skip
 
     def _save(self) -> None:

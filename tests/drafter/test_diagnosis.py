@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter.batch import Row
 from drafter.config import DrafterConfig, read_target_config
-from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, read_weights, replayed
+from drafter.diagnosis import Diagnosis, as_served, as_trained, diagnose, differing, read_weights, replayed
 from drafter.export import export_drafter
 from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.schedule import Schedule
@@ -193,3 +193,10 @@ def test_another_dtype_in_serving_is_a_suspect(made: Made) -> None:
     (suspect,) = found.suspects
     assert (suspect.name, suspect.served, suspect.trained) == ("dtype", "bfloat16", "float32")
     assert found.cause is None  # rounding to bfloat16 does not cost this much: it is said, but not accused
+
+
+def test_a_drafter_that_kept_the_vocabulary_of_a_published_one_is_no_suspect(made: Made) -> None:
+    """The dataset it was trained on further has a map of its own."""
+    served = as_served(made.folder, made.target, "float32")
+    datasets = read_weights(made.folder)["d2t"] + torch.randint(0, 2, (VOCAB,))
+    assert differing(served, as_trained(served, made.folder, made.target, BLOCKS, datasets, "float32")) == []
