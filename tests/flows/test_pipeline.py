@@ -63,7 +63,10 @@ def test_the_demo_measures_every_figure_of_its_summary(demo: tuple[Place, dict[s
     assert summary["loss_last"] < summary["loss_first"]
     assert summary["bytes_uploaded"] > summary["tokens"] * 9216
     assert summary["served_outputs_equal"] == summary["served_prompts"] == 2
-    assert summary["control_acceptance_length"] >= 1
+    control = summary["control_acceptance_length"]
+    # It learns: chats it was not trained on, after some 30 steps (1.19 and 1.28 over 1.00 on a busy machine).
+    assert 1 <= control < summary["served_acceptance_length"]
+    assert summary["predicted_acceptance_length"] > control + 0.05
     # every verification makes its accepted tokens and one of the target's own; the first token comes from the prefill
     made = sum((accepted + 1) * times for accepted, times in enumerate(summary["served_histogram"]))
     assert made >= summary["served_tokens"] - summary["served_prompts"]
