@@ -82,8 +82,8 @@ def _ties_head(folder: str | Path) -> bool:
     if not (Path(folder) / "config.json").is_file():
         return True
     config = read_target_config(folder)
-    text = language_config(config)
-    return bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+    said = [level.get("tie_word_embeddings") for level in (config, language_config(config))]
+    return any(said) or said == [None, None]
 
 
 class _MLP(nn.Module):

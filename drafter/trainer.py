@@ -164,7 +164,7 @@ class Trainer:
                 yield group
             else:
                 return
-            if progress.in_epoch == 0:
+            if not self._epoch_done:  # on any rank
                 raise TrainingError(
                     f"epoch {progress.epoch}",
                     "no packed rows",

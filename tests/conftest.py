@@ -2,11 +2,16 @@
 
 import signal
 
+import hypothesis
 import pytest
 
 from tests.object_store import s3_server, s3_store
 
 __all__ = ["s3_server", "s3_store"]
+
+# A busy machine takes its time: no example fails by the clock.
+hypothesis.settings.register_profile("no-deadline", deadline=None)
+hypothesis.settings.load_profile("no-deadline")
 
 # What takes minutes goes first, so that the last worker is not left alone with it.
 FIRST = ("test_champion", "test_pipeline", "test_operated", "test_several_servers", "test_mlflow_backends",

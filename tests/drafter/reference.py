@@ -145,6 +145,6 @@ def reference_loss(
     loss = sum(decay**j * s / max(1, used[j]) for j, s in enumerate(sums))
     return {
         "loss": loss, "used": used, "counted": counted, "hits": hit, "reached": reached, "accepted": accepted,
-        "in_vocab": in_vocab, "sums": [float(s) for s in sums], "entropy": entropy, "learned": learned,
+        "in_vocab": in_vocab, "sums": [float(s.detach()) for s in sums], "entropy": entropy, "learned": learned,
         "covered": covered,
     }  # fmt: skip
