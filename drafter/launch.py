@@ -19,7 +19,6 @@ drafter by simulated acceptance is exported; the last line on stdout is one JSON
 """
 
 import argparse
-import copy
 import json
 import os
 import sys
@@ -34,7 +33,7 @@ from drafter.acceptance import Figures
 from drafter.course import StepMetrics, TrainConfig
 from drafter.export import export_drafter
 from drafter.loss import LossConfig
-from drafter.model import TargetWeights
+from drafter.model import Eagle3Drafter, TargetWeights
 from drafter.ranks import leave
 from drafter.schedule import Schedule
 from drafter.start import first_drafter
@@ -100,7 +99,6 @@ def train(course: dict[str, Any], device: torch.device) -> int:
         course["target"], target.head, dataset.manifest.after_block, vocab.d2t, course["seed"], course["start_from"],
         course["drafter"],
     )  # fmt: skip
-    finished = copy.deepcopy(drafter)
     norm = FinalNorm.load(course["target"]) if dataset.manifest.final_norm == "pre" else None
 
     def stream(split: str, epoch: int) -> SampleStream:
@@ -131,6 +129,7 @@ def train(course: dict[str, Any], device: torch.device) -> int:
         assert trainer.folder is not None
         best = trainer.folder.load_best()
         assert best is not None
+        finished = Eagle3Drafter(drafter.config, drafter.d2t.cpu())
         finished.load_state_dict(best[0])
         export_drafter(finished, course["export"], dtype=dataset.manifest.layout(0).torch_dtype)
         print(json.dumps({"ranks": ranks, "export": course["export"], **asdict(result)}), flush=True)

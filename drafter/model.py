@@ -44,11 +44,7 @@ class TargetWeights:
         found: dict[str, Tensor] = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             try:
-                with safe_open(file, "pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
-                        for wanted in ("embed_tokens.weight", "lm_head.weight"):
-                            if name.endswith(wanted) and "mtp" not in name:
-                                found.setdefault(wanted, tensors.get_tensor(name).to(dtype))
+                found = {**_lent(file, dtype), **found}
             except (SafetensorError, OSError) as error:
                 raise TrainingError(
                     str(file), f"it cannot be read ({error})", "the target's weights", "Copy it again."
@@ -70,6 +66,17 @@ class TargetWeights:
         """Moved and cast; tied weights stay one tensor."""
         embedding = self.embedding.to(device, dtype)
         return TargetWeights(embedding, embedding if self.head is self.embedding else self.head.to(device, dtype))
+
+
+def _lent(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The embedding and the head, by the ends of their names, where one file holds them."""
+    found: dict[str, Tensor] = {}
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+            for wanted in ("embed_tokens.weight", "lm_head.weight"):
+                if name.endswith(wanted) and "mtp" not in name:
+                    found.setdefault(wanted, tensors.get_tensor(name).to(dtype))
+    return found
 
 
 def vocabulary_digest(d2t: Tensor) -> str:

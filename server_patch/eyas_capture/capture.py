@@ -83,7 +83,7 @@ class Capture:
                 self._miss("unseen", "a prefill went past the capture hooks (a compiled or graphed path?)")
             self._expect_copies(requests, forward_batch)
             self.close_ended()
-        except Exception as error:
+        except Exception as error:  # the same; only this rank has met it, and it stays in step
             self.give_up(f"{type(error).__name__}: {error}")
 
     def _announce(self, requests: list[Any], forward_batch: Any) -> None:
@@ -114,7 +114,7 @@ class Capture:
         input_ids = args[0] if args else kwargs.get("input_ids")
         # A multimodal wrapper passes embeddings and no ids; the batch still has them.
         input_ids = forward_batch.input_ids if input_ids is None else input_ids
-        repeatable = self._layers.proven or from_the_start(forward_batch)
+        repeatable = dry_run or self._layers.proven or from_the_start(forward_batch)
         again: Any = once_more(args, kwargs, dry_run=not self._tried, alone=self._alone) if repeatable else None
         why = None
         try:

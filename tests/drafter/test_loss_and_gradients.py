@@ -99,7 +99,7 @@ def figures_by_definition(expected: dict, decay: float) -> dict:
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10_000),
     steps=st.integers(1, 4),

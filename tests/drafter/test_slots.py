@@ -54,7 +54,7 @@ def test_documents_shorter_than_a_prediction_count_nothing() -> None:
     assert counts("####", 3, [0, 1, 2, 3]) == ["...."] * 3
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.integers(1, 3), st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4), st.data())
 def test_a_plan_computes_what_later_losses_need_and_nothing_else(steps, documents, data) -> None:
     learn = torch.tensor([int(x) for d in documents for x in d])

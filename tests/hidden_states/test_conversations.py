@@ -88,7 +88,7 @@ def test_a_packed_file_that_ends_early_is_refused(kind: str, tmp_path: Path) -> 
         read(path)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 400))
 def test_a_file_cut_anywhere_is_read_up_to_the_cut_and_the_rest_is_named(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
@@ -226,7 +226,7 @@ TURNS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.fixed_dictionaries({}, optional={f: TURNS | JSON for f in FIELDS}) | JSON)
 def test_no_row_whatever_it_holds_is_more_than_a_bad_row(row: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROW, row)

@@ -64,7 +64,7 @@ def encoded(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> Ite
     yield made, reencode(made.dataset, store, "less", request.param, HEAD)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20), size=st.integers(1, 40), power=st.integers(-12, 12), outlier=st.sampled_from([1.0, 1e3])
 )
@@ -83,7 +83,7 @@ def test_a_quantised_row_is_off_by_half_a_step_at_most(seed: int, size: int, pow
         assert bool((error[0] == 0).all())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=30), steps=st.integers(1, 7))
 def test_taught_rows_are_those_the_trainer_asks_for(mask: list[bool], steps: int) -> None:
     """Every counted slot's teacher is kept, at every step; and no row is kept in vain but the first token's."""

@@ -55,7 +55,7 @@ STATE = {"right": "matched", "never": "missing", "twice": "duplicate", "short": 
          "wrong tokens": "wrong_tokens", "tokens differ": "wrong_tokens", "damaged": "unreadable"}  # fmt: skip
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fates=st.lists(st.sampled_from(FATES), min_size=len(SAMPLES), max_size=len(SAMPLES)),
     strangers=st.integers(0, 3),

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hidden_states.errors import DataError
@@ -17,7 +17,6 @@ def samples_of(lengths: list[int]) -> list[Sample]:
     return [Sample.of([n] * length, [1] * length, f"x:{n}") for n, length in enumerate(lengths)]
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, most=st.integers(1, 100), seed=st.integers())
 def test_every_sample_is_in_one_batch_and_the_order_of_rows_does_not_matter(
     lengths: list[int], most: int, seed: int
@@ -50,7 +49,6 @@ def test_kimi_k25_takes_57344_bytes_a_token() -> None:
         bytes_per_token(7168, 3, "float64")
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS.filter(bool), most=st.integers(60, 200))
 def test_a_plan_says_what_it_weighs(lengths: list[int], most: int) -> None:
     batches = plan_batches(samples_of(lengths), most)

@@ -71,7 +71,7 @@ SAID = QUIET.filter(lambda text: text.strip() and text == text.strip())
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.CHATML_TAGGED, chats.DEFAULT_SYSTEM, chats.STRIPS])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(SAID, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0))
 def test_the_learned_tokens_are_every_reply_and_its_stop_token(template: str, texts: list[str]) -> None:
     prepared = made(template, talk(*texts))
@@ -81,7 +81,7 @@ def test_the_learned_tokens_are_every_reply_and_its_stop_token(template: str, te
     MaskRule.of(ChatTemplate(chat_tokenizer(template))).check(prepared.samples[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(texts=st.lists(QUIET, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
 def test_prefix_differences_and_generation_tags_give_the_same_mask(texts: list[str]) -> None:
     """Any text, also with white space around it: either both give this mask, or both refuse the row."""
@@ -268,7 +268,7 @@ def test_samples_and_split_do_not_depend_on_the_order_of_rows() -> None:
     assert [is_held_out(s.digest, 0.3) for s in one] == [is_held_out(s.digest, 0.3) for s in other]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(share=st.floats(0, 1))
 def test_the_held_out_split_has_the_share_asked_for_and_only_grows(share: float) -> None:
     digests = [contract.tokens_sha256([n]) for n in range(400)]
@@ -292,7 +292,6 @@ def test_bad_rows_end_the_run_beyond_their_share_and_at_once_when_strict() -> No
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1)), min_size=1, max_size=50)
 
 
-@settings(deadline=None)
 @given(tokens=TOKENS)
 def test_a_sample_is_named_by_its_tokens_and_mask(tokens: list[tuple[int, int]]) -> None:
     ids, mask = [t for t, _ in tokens], [m for _, m in tokens]
@@ -303,7 +302,7 @@ def test_a_sample_is_named_by_its_tokens_and_mask(tokens: list[tuple[int, int]])
     assert Sample.of(ids, flipped, "a:1").digest != sample.digest
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(many=st.lists(TOKENS, max_size=5))
 def test_samples_come_back_from_disk_as_they_were(many: list[list[tuple[int, int]]], tmp_path: Path) -> None:
     samples = [Sample.of([t for t, _ in one], [m for _, m in one], f"a:{i}") for i, one in enumerate(many)]

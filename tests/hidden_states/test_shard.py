@@ -47,7 +47,7 @@ def test_the_safetensors_library_reads_what_was_captured(tmp_path: Path, dtype: 
             assert torch.equal(tensors["aux"][rows, column], dumps[sample.id].tensor(contract.block_tensor(block)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     hidden_size=st.integers(1, 9),

@@ -63,7 +63,7 @@ def read_rank(stream: SampleStream, workers: int) -> Iterator[PackedBatch]:
         yield from (batches[position] for batches in lists if position < len(batches))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 5), epoch=st.integers(0, 3), window=st.integers(1, 10))
 def test_every_sample_is_seen_once_an_epoch_whoever_reads_and_wherever_it_stops(
     pool: list[Made], data: st.DataObject, seed: int, epoch: int, window: int

@@ -60,7 +60,7 @@ def test_a_head_in_a_part_of_its_own_and_deep_inside_a_wrapper_is_found(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 3))
 def test_a_near_tie_agrees_but_not_strictly(
     dtype: torch.dtype, seed: int, share: float, tmp_path_factory: pytest.TempPathFactory

@@ -189,7 +189,7 @@ def _fresh(factory: DumpFactory, folders: pytest.TempPathFactory) -> Path:
     return factory.write("eyas-1", IDS)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_is_caught(
     share: float, bit: int, factory: DumpFactory, tmp_path_factory: pytest.TempPathFactory
@@ -205,7 +205,7 @@ def test_one_flipped_bit_anywhere_is_caught(
     assert caught(factory) is not None
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere_is_not_intact(
     share: float, factory: DumpFactory, tmp_path_factory: pytest.TempPathFactory

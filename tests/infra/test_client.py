@@ -159,7 +159,7 @@ def test_the_first_error_ends_the_sending(scripted):
     assert len(server.requests) <= 4
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=25), st.integers(5, 40), st.integers(1, 5))
 def test_work_in_flight_is_bounded(scripted, lengths, max_tokens, max_requests):
     lock, now, seen = threading.Lock(), [], []

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -180,7 +180,6 @@ def attention(query, key, value):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), value)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8), st.integers(0, 99))
 def test_prompts_attended_together_get_what_each_gets_alone(prefill, prompts, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -13,18 +13,25 @@ from eyas_capture.layers import CaptureLayers
 from tests.server_patch.bench import Bench, H, Model, Request
 
 
+class Broken(Model):
+    """A model whose capture path raises, in the place of one whose capture the plugin switches."""
+
+    def __init__(self, like: Model, error: Exception) -> None:
+        super().__init__(like.packed)
+        self.llama, self.error = like.llama, error
+
+    def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
+        if self.llama.model.layers_to_capture:
+            raise self.error
+        return super().forward(input_ids, positions, forward_batch)
+
+
 def test_a_capture_path_that_raises_on_first_use_ends_capture_and_not_the_request(bench: Bench) -> None:
     """A model file that changed under the plugin: the first pass is a dry run, and is done again without capture."""
 
-    class Changed(Model):
-        def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
-            if self.llama.model.layers_to_capture:
-                raise AttributeError("'AuxHiddenStatePacker' object has no attribute 'capture'")
-            return super().forward(input_ids, positions, forward_batch)
-
-    stock = Changed(packed=True)
-    stock.llama = bench.model.llama  # the one whose capture the plugin switches
-    bench.model = stock
+    stock = bench.model = Broken(
+        bench.model, AttributeError("'AuxHiddenStatePacker' object has no attribute 'capture'")
+    )
     for name in ("first", "second"):
         bench.run([(Request(name, 5), 0, 5)])
     assert stock.passes == 2 and bench.end() == {}
@@ -115,27 +122,16 @@ def test_trouble_of_one_rank_in_the_dry_run_does_not_leave_its_peers_in_a_collec
     bench = Bench(tmp_path, ranks=2)
     batch = bench.announce([(Request("r", 5), 0, 5)])
 
-    def forward(*args: Any) -> Any:
-        if bench.model.llama.model.layers_to_capture:
-            raise error
-        return bench.model.forward(*args)
-
+    model = Broken(bench.model, error)
     with pytest.raises(type(error)):
-        bench.capture.forward(forward, (batch.input_ids, None, batch), {})
+        bench.capture.forward(model.forward, (batch.input_ids, None, batch), {})
 
 
 @pytest.mark.parametrize("error", [AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError])
 def test_a_defect_that_every_rank_meets_in_the_dry_run_costs_no_request(tmp_path: Path, error: type[Exception]) -> None:
     bench = Bench(tmp_path, ranks=2)
 
-    class Broken(Model):
-        def forward(self, input_ids: torch.Tensor, positions: Any, forward_batch: Any) -> Any:
-            if self.llama.model.layers_to_capture:
-                raise error("mat1 and mat2 shapes cannot be multiplied")
-            return super().forward(input_ids, positions, forward_batch)
-
-    broken = Broken(packed=True)
-    broken.llama, bench.model = bench.model.llama, broken
+    bench.model = Broken(bench.model, error("mat1 and mat2 shapes cannot be multiplied"))
     bench.run([(Request("r", 5), 0, 5)])
     assert bench.end() == {} and bench.writer.state == contract.BROKEN
 

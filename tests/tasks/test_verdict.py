@@ -27,7 +27,7 @@ SETS = st.integers(FEWEST, 20).flatmap(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SETS)
 def test_a_comparison_is_a_ratio_of_sums_and_turns_round_with_its_sides(sets: Any) -> None:
     one, other = sets
