@@ -1,14 +1,16 @@
-"""What capture costs: two servers of the same model side by side, one of them capturing everything, asked in turn.
+"""What capture costs: two servers of the same model side by side, one of them capturing everything, taking turns.
 
     python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--rounds N] [--parts PART ...]
 
-Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over alternating rounds
-of prompts that are never sent twice; by the clock, and by the processor time of the scheduler, which also counts dumps
-that are written after the answer. Dumps go where nobody has deleted anything lately (see `undisturbed`). Memory: a
-server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the writer alone against plain writing of the same
-bytes by as many threads, in turn; what either wrote is then synced, and the syncing counts. The last line is one JSON
-object: `prefill_ratio` and `decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`,
-`writer_bytes_per_s` beside `disk_bytes_per_s`.
+Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over rounds of prompts
+that are never sent twice; by the clock, and by the processor time of the processes that run the model and write dumps,
+which also counts dumps that are written after the answer. Both servers are asked at once and run in turns of a tenth of
+a second, so that a machine that is slow for seconds, as shared ones are, is slow for both.
+Dumps go where nobody has deleted anything lately (see `undisturbed`). Memory: a server whose disk is throttled to 2
+MB/s, its queue bounded. Disk: the writer alone against plain writing of the same bytes by as many threads, in turn;
+what either wrote is then synced, and the syncing counts. The last line is one JSON object: `prefill_ratio` and
+`decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside
+`disk_bytes_per_s`.
 """
 
 import argparse
@@ -18,12 +20,14 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import struct
 import tempfile
 import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +46,9 @@ from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
 # An idle server must not take cycles from the one that is measured.
+TURN = (
+    0.1  # seconds; of the same pairs of batches, one whole batch after the other, ratios scattered three times as far
+)
 FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True, "chunked-prefill-size": 2048}
 TINY, SMOLLM2 = "tiny-deepseek-v3", "smollm2-135m"
 PARTS = ("speed", "memory", "disk")
@@ -62,7 +69,7 @@ publisher.write_all = throttled
 
 @dataclass
 class Load:
-    """Batches of prompts nobody has seen before; each call is one message, and takes its seconds.
+    """Batches of prompts nobody has seen before; each call is one message, and gives the seconds of each server.
 
     Prefills of several passes, so that dumps of the first are written while the next are computed, as under a load
     that goes on.
@@ -78,19 +85,50 @@ class Load:
         self.sent += prompts
         return [prompt(length, self.sent + n) for n in range(prompts)]
 
-    def prefill(self, served: Served) -> float:
+    def prefill(self, *servers: Served) -> list[float]:
         """Prompts only."""
-        return self._timed(served, self._batch(self.prefills, self.tokens), 0)
+        return self._timed(servers, self._batch(self.prefills, self.tokens), 0)
 
-    def decode(self, served: Served) -> float:
+    def decode(self, *servers: Served) -> list[float]:
         """New tokens, of prompts too short to matter."""
-        return self._timed(served, self._batch(self.decodes, 4), self.new_tokens)
+        return self._timed(servers, self._batch(self.decodes, 4), self.new_tokens)
 
-    def _timed(self, served: Served, batch: list[list[int]], new_tokens: int) -> float:
+    def _timed(self, servers: Sequence[Served], batch: list[list[int]], new_tokens: int) -> list[float]:
         sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
-        began = time.perf_counter()
-        served.post({"input_ids": batch, "sampling_params": sampling})
-        return time.perf_counter() - began
+        return in_turns(servers, lambda served: served.post({"input_ids": batch, "sampling_params": sampling}))
+
+
+def in_turns(servers: Sequence[Served], ask: Callable[[Served], object]) -> list[float]:
+    """Ask all at once, let one at a time run, and give the seconds that each has run until it answered."""
+    workers = {served: served.workers() for served in servers}
+    ran = dict.fromkeys(servers, 0.0)
+    with ThreadPoolExecutor(len(servers)) as pool:
+        try:
+            for served in servers:
+                _signal(workers[served], signal.SIGSTOP)
+            asked = {served: pool.submit(_answered_at, ask, served) for served in servers}
+            while waiting := [served for served in servers if not asked[served].done()]:
+                for served in waiting:
+                    _signal(workers[served], signal.SIGCONT)
+                    began = time.perf_counter()
+                    wait([asked[served]], TURN)
+                    _signal(workers[served], signal.SIGSTOP)
+                    stopped = time.perf_counter()
+                    ran[served] += (asked[served].result() if asked[served].done() else stopped) - began
+        finally:  # before the pool waits for answers
+            for served in servers:
+                _signal(workers[served], signal.SIGCONT)
+    return [*ran.values()]
+
+
+def _answered_at(ask: Callable[[Served], object], served: Served) -> float:
+    ask(served)
+    return time.perf_counter()
+
+
+def _signal(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
 
 
 def undisturbed(folder: Path) -> None:
@@ -123,18 +161,16 @@ def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, Any]:
             prefill = ("prefill", load.prefill, load.prefills, load.tokens)
             decode = ("decode", load.decode, load.decodes, load.new_tokens)
             for turn, (name, measure, prompts, tokens) in enumerate((prefill, decode, prefill, decode, prefill)):
-                wall, cpu = {}, {}
-                for served in (plain, capturing) if (number + turn) % 2 else (capturing, plain):
-                    before = served.scheduler_cpu()
-                    wall[served is capturing] = measure(served)
-                    if served is capturing:
-                        dumps += prompts
-                        settle(served, dumps)
-                    cpu[served is capturing] = served.scheduler_cpu() - before
+                servers = (plain, capturing) if (number + turn) % 2 else (capturing, plain)
+                before = {served: served.worker_cpu() for served in servers}
+                wall = dict(zip(servers, measure(*servers), strict=True))
+                dumps += prompts
+                settle(capturing, dumps)
+                cpu = {served: served.worker_cpu() - before[served] for served in servers}
                 if number:  # the first round warms up
-                    results.setdefault(f"{name}_ratio", []).append(wall[False] / wall[True])
-                    results.setdefault(f"{name}_cpu_ratio", []).append(cpu[False] / cpu[True])
-                    results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[False])
+                    results.setdefault(f"{name}_ratio", []).append(wall[plain] / wall[capturing])
+                    results.setdefault(f"{name}_cpu_ratio", []).append(cpu[plain] / cpu[capturing])
+                    results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[plain])
     rng = random.Random(0)
     found: dict[str, Any] = {}
     for name, values in results.items():
@@ -231,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", type=Path, default=DEFAULT_OUT / "SmolLM2-135M-Instruct")
     parser.add_argument(
-        "--rounds", type=int, default=8, help="of three prefills and two decodes; twice as many if tiny"
+        "--rounds", type=int, default=6, help="of three prefills and two decodes; twice as many if tiny"
     )
     parser.add_argument("--models", nargs="+", default=[TINY, SMOLLM2], choices=[TINY, SMOLLM2])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
@@ -241,8 +277,8 @@ def main() -> None:
         undisturbed(work)
         tiny = make_tiny("deepseek_v3", work / "model")
         loads = {
-            TINY: (tiny, Load(64, 16), 2 * arguments.rounds),
-            SMOLLM2: (arguments.smollm2, Load(16, 8), arguments.rounds),
+            TINY: (tiny, Load(64, 16, new_tokens=128), 2 * arguments.rounds),
+            SMOLLM2: (arguments.smollm2, Load(16, 8, new_tokens=32), arguments.rounds),
         }
         models = {}
         for name in arguments.models if "speed" in arguments.parts else ():

@@ -36,7 +36,7 @@ class FoundDump:
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class Served:
     """A running server and the dump folder of its plugin."""
 
@@ -63,16 +63,16 @@ class Served:
             running = {rid: pool.submit(self.ask, ids, rid, new_tokens, **more) for rid, ids in prompts.items()}
             return {rid: future.result() for rid, future in running.items()}
 
-    def scheduler_cpu(self) -> float:
-        """Processor seconds of the processes that run the model and write dumps; other programs hardly count."""
+    def workers(self) -> list[psutil.Process]:
+        """The processes that run the model and write dumps."""
         lifeline = json.loads(self.server.spec.pid_file.read_text())["lifeline"]["pid"]
-        total = 0.0
-        for process in psutil.Process(lifeline).children(recursive=True):
-            scheduler = process.name().startswith("sglang::schedul")  # the kernel keeps 15 letters
-            if scheduler or is_publisher(process):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+        found = psutil.Process(lifeline).children(recursive=True)
+        # The kernel keeps 15 letters of a name.
+        return [each for each in found if each.name().startswith("sglang::schedul") or is_publisher(each)]
+
+    def worker_cpu(self) -> float:
+        """Processor seconds of the workers; other programs hardly count."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.workers())
 
     def writers(self) -> list[dict[str, Any]]:
         """Every writer.json, oldest first."""
