@@ -33,7 +33,7 @@ from hidden_states.errors import TrainingError
 
 _STATE, _TRAINING, _PROGRESS = "state", "training.pt", "progress.json"
 _BEST, _FIGURES = "drafter.safetensors", "figures.json"
-_LOST = "Remove the checkpoint folder to train anew: its best drafter is lost."
+_LOST = "Remove this folder; training goes on, and the best of what is still to come is kept."
 _REPLACED = ".tmp-replaced-"
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from hidden_states.errors import DataError, TrainingError
 from hidden_states.target_config import is_size, language_config, read_config
 
-# Gemma's; Granite's, Cohere's, Falcon-H1's and MiniCPM's, by which their logits are multiplied or divided
-_CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "dim_model_base")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -120,18 +118,13 @@ class DrafterConfig:
         heads worth copying) the drafter gets heads of 128 and an eighth of them for keys and values, or with
         `latent_attention` the target's own latent sizes: its cache entries are then as small as the target's.
 
-        Raises: TrainingError for an unknown override, a rope that cannot be expressed, a target whose logits are more
-            than `lm_head(final)`, or whose config lacks a size.
+        Raises: TrainingError for an unknown override, a rope that cannot be expressed, or a target whose config lacks a
+            size.
         """
         text = language_config(target_config)
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(overrides) - known):
             raise TrainingError("drafter overrides", f"{', '.join(unknown)}", f"some of {', '.join(sorted(known))}")
-        if changed := [f"{name} is {text[name]!r}" for name in _CHANGE_LOGITS if text.get(name) not in (None, 0, 1)]:
-            raise TrainingError(
-                "target config", ", ".join(changed), "logits that are lm_head(final)",
-                "The teacher would be another distribution than the one the server samples from; not supported.",
-            )  # fmt: skip
         architecture = (target_config.get("architectures") or text.get("architectures") or ["unknown"])[0]
         sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
         if wrong := [f"`{name}` is {text.get(name)!r}" for name in sizes if not is_size(text.get(name))]:

@@ -11,6 +11,7 @@ from drafter.model import Eagle3Drafter
 from drafter.naming import load_drafter
 from drafter.published import published_config
 from hidden_states.errors import TrainingError
+from hidden_states.target_config import refuse_other_logits
 
 _OF_THE_DATASET = ("after_block", "draft_vocab_size")
 
@@ -31,8 +32,10 @@ def first_config(
         start_from: a published drafter's folder, in any layout of `drafter.naming`.
         overrides: fields of `DrafterConfig` for a fresh drafter, `latent_attention` among them.
 
-    Raises: TrainingError when there is no such drafter for this target and these blocks.
+    Raises: TrainingError when there is no such drafter for this target and these blocks; DataError when the target's
+        logits are more than `lm_head(final)`.
     """
+    refuse_other_logits(target)
     config, overrides = read_target_config(target), dict(overrides or {})
     if start_from is None:
         if fixed := [name for name in _OF_THE_DATASET if name in overrides]:

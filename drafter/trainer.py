@@ -281,8 +281,10 @@ class Trainer:
                 "Use another checkpoint folder, or remove this one to start over.",
             )  # fmt: skip
         self.progress = Progress(**said)
-        if best := self.folder.best_figures():  # it may be newer than the checkpoint
-            self.progress.best = best["acceptance_length"]
+        best = (
+            self.folder.best_figures()
+        )  # it may be newer than the checkpoint, or removed since because it was damaged
+        self.progress.best = best["acceptance_length"] if best else None
         self.folder.load_state(self.drafter, self.optimiser)
         torch.set_rng_state(found.training["random"])
         stream, ranks_then = self.batches(self.progress.epoch), found.training["ranks"]

@@ -72,7 +72,7 @@ def print_extraction(console: Console, rows: list[dict[str, Any]]) -> None:
 def print_verdict(console: Console, s: dict[str, Any]) -> None:
     """Outputs that differ first; then acceptance of the drafter, predicted and served, and of what it must beat."""
     champion = f"champion, version {s.get('champion_version')}"
-    drafters = [("trained", "served"), ("untrained control", "control"), (champion, "champion")]
+    drafters = [("trained", "served"), ("before training", "control"), (champion, "champion")]
     for label, key in drafters:
         for line in s.get(f"{key}_differences", []):
             console.print(f"{label}: another output than plain decoding: {line}", markup=False)

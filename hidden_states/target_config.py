@@ -8,6 +8,9 @@ from typing import Any
 
 from hidden_states.errors import DataError, RecipeError, Refusal
 
+# Gemma's; Granite's, Cohere's, Falcon-H1's and MiniCPM's, by which their logits are multiplied or divided
+_CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "dim_model_base")
+
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's settings: a wrapper's (Kimi-K2.5: `text_config`) lie over those outside."""
@@ -43,6 +46,24 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 def read_language_config(target_folder: Path | str) -> dict[str, Any]:
     """The language model's settings of a Hugging Face folder. Raises DataError as `read_config`."""
     return language_config(read_config(target_folder))
+
+
+def refuse_other_logits(target_folder: Path | str) -> None:
+    """No drafter is trained for a target that samples from anything but `lm_head(final)`: its teacher would be another.
+
+    Raises:
+        DataError: it scales or caps its logits, or there is no config.json to read.
+    """
+    config = read_language_config(target_folder)
+    # MiniCPM divides by hidden_size / dim_model_base.
+    nothing = {"dim_model_base": config.get("hidden_size")}
+    changed = [name for name in _CHANGE_LOGITS if config.get(name) not in (None, 0, 1, nothing.get(name))]
+    if changed:
+        raise DataError(
+            str(Path(target_folder) / "config.json"), ", ".join(f"{name} is {config[name]!r}" for name in changed),
+            "logits that are lm_head(final)",
+            "The teacher would be another distribution than the one the server samples from; not supported.",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

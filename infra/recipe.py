@@ -239,7 +239,7 @@ class Evaluate(Section):
     max_new_tokens: Positive = Field(256, description="tokens answered per prompt")
     num_steps: Positive = Field(3, description="tokens drafted per verification")
     concurrency: Positive = Field(1, description="requests at once while measuring")
-    control: bool = Field(True, description="measure an untrained drafter of the same shape too")
+    control: bool = Field(True, description="measure the drafter as it was before training too")
     min_acceptance_length: Annotated[float, Field(ge=1)] | None = Field(
         None, description="less than this fails the run"
     )

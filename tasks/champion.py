@@ -253,7 +253,7 @@ def reasons_against(job: Job) -> list[str]:
         reasons.append(f"served acceptance {served:.3f} is below evaluate.min_acceptance_length, {least:g}")
     control = figures.get("control_acceptance_length")
     if control is not None and served <= control:
-        reasons.append(f"served acceptance {served:.3f} is no better than an untrained drafter's, {control:.3f}")
+        reasons.append(f"served acceptance {served:.3f} is no better than before training, {control:.3f}")
     prediction = figures.get("prediction", {})
     if prediction.get("gap", 0.0) > prediction.get("bound", 0.0):
         found = prediction["cause"] or "no cause was found"

@@ -14,7 +14,7 @@ from hidden_states.prompts import Prompt, prepare_prompts
 from hidden_states.render import ChatTemplate
 from hidden_states.report import Report
 from hidden_states.samples import Sample, SampleOptions, is_held_out, prepare
-from hidden_states.target_config import is_size, load_tokenizer, read_language_config
+from hidden_states.target_config import is_size, load_tokenizer, read_language_config, refuse_other_logits
 from infra.folders import nearest
 from infra.recipe import Data, PromptSet, Recipe
 
@@ -267,6 +267,7 @@ def _refuse_impossible(recipe: Recipe, shape: TargetShape) -> None:
             "evaluate.url", recipe.evaluate.url, "a server that Eyas starts with the drafter it has just trained",
             "Take it out; it is for `eyas evaluate`, which measures a drafter that runs already.",
         )  # fmt: skip
+    refuse_other_logits(recipe.target.model_path)
     python = recipe.server.python
     if python is not None and shutil.which(python) is None:
         raise RecipeError(

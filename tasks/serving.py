@@ -64,7 +64,7 @@ def measure_plain(job: Job) -> None:
 def measure(job: Job, kind: Kind) -> None:
     """Serve one drafter and put its figures into the job's, named `served_...` or `control_...`.
 
-    The control is served the held-out prompts only: it is there to show what an untrained drafter does.
+    The control is served the held-out prompts only: it is there to show what training adds.
     """
     found = evaluate(job, kind, only=HELD_OUT if kind == "control" else None)
     prefix = "served" if kind == "drafter" else kind

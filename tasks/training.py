@@ -74,6 +74,24 @@ def train_config(recipe: Any) -> TrainConfig:
     )
 
 
+def training_id(dataset_digest: str, train: Any, first: Eagle3Drafter) -> str:
+    """Name of a training's checkpoint folder: equal where going on from the other's checkpoints is right.
+
+    Args:
+        train: the recipe's section. A drafter to start from counts by its weights, not by where it lies.
+        first: the drafter before its first step.
+    """
+    unset = {name for name in ("start_from", "drafter") if not getattr(train, name)}
+    said = train.model_dump(mode="json", exclude=unset)  # so that trainings of before these keys go on
+    if train.start_from is not None:
+        digest = hashlib.sha256()
+        for name, weight in sorted(first.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(weight.detach().contiguous().view(torch.uint8).numpy())
+        said["start_from"] = digest.hexdigest()
+    return hashlib.sha256(json.dumps([dataset_digest, said], sort_keys=True).encode()).hexdigest()[:16]
+
+
 @step("train drafter", retries=1)
 def train_drafter(job: Job) -> None:
     """Train on the bucket's shards, from the newest checkpoint of this very training if there is one."""
@@ -85,8 +103,7 @@ def train_drafter(job: Job) -> None:
         recipe.train.start_from, recipe.train.drafter,
     )  # fmt: skip
     control = copy.deepcopy(drafter)
-    identity = json.dumps([dataset.digest, recipe.train.model_dump(mode="json")], sort_keys=True)
-    checkpoints = job.state / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    checkpoints = job.state / "checkpoints" / training_id(dataset.digest, recipe.train, drafter)
     cache = job.state / "cache"
     norm = FinalNorm.load(recipe.target.model_path) if dataset.manifest.final_norm == "pre" else None
 
@@ -124,6 +141,7 @@ def train_drafter(job: Job) -> None:
     conditional = figures.conditional_acceptance[: recipe.evaluate.num_steps]
     job.trained = Trained(drafter, control, figures, checkpoints)
     job.figures |= {
+        "draft_vocab_size": drafter.config.draft_vocab_size,
         "train_steps": result.steps,
         "train_tokens": result.tokens,
         "train_tokens_per_s": round(result.tokens / result.seconds, 1),
@@ -199,7 +217,7 @@ class TrainingWatch:
 
 @step("export drafter")
 def export_drafters(job: Job) -> None:
-    """Write the trained drafter, and the untrained control, as folders SGLang loads; check them against the target."""
+    """Write the drafter, and the control (as it was before training), as folders SGLang loads; check them."""
     trained, recipe = need(job.trained, "trained drafter"), job.recipe
     dtype: torch.dtype = getattr(torch, need(job.plan, "plan").shape.dtype, torch.float32)
     for name, model in (("drafter", trained.drafter), ("control", trained.control)):

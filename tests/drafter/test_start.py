@@ -9,8 +9,9 @@ import torch
 from drafter.config import DrafterConfig
 from drafter.export import export_drafter
 from drafter.model import Eagle3Drafter
+from drafter.published import published_config
 from drafter.start import first_config, first_drafter
-from hidden_states.errors import TrainingError
+from hidden_states.errors import DataError, TrainingError
 from tests.drafter.packing import random_drafter
 
 SHAPE = {
@@ -75,10 +76,24 @@ def test_what_cannot_be_trained_on_this_data_is_refused_by_name(tmp_path, target
         first_config(target, (1, 2, 4), 24, start_from and tmp_path / start_from, overrides)
 
 
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier"])
-def test_a_target_whose_logits_are_more_than_its_head_is_refused(target, name) -> None:
+@pytest.mark.parametrize(
+    ("name", "harmless"),
+    [
+        ("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1), ("lm_head_multiplier", None),
+        ("dim_model_base", SHAPE["hidden_size"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("start_from", [None, "theirs"])
+def test_a_target_whose_logits_are_more_than_its_head_is_refused(tmp_path, target, name, harmless, start_from) -> None:
+    published(tmp_path / "theirs")
+    before = start_from and tmp_path / start_from
     (target / "config.json").write_text(json.dumps({**SHAPE, name: 0.25}))
-    with pytest.raises(TrainingError, match=f"{name} is 0.25"):
-        first_config(target, (1, 2, 4), 24)
-    (target / "config.json").write_text(json.dumps({**SHAPE, name: None}))
-    first_config(target, (1, 2, 4), 24)
+    with pytest.raises(DataError, match=f"{name} is 0.25"):
+        first_config(target, (1, 2, 4), 24, before)
+    (target / "config.json").write_text(json.dumps({**SHAPE, name: harmless}))
+    first_config(target, (1, 2, 4), 24, before)
+
+
+def test_a_drafter_for_such_a_target_can_still_be_read(tmp_path) -> None:
+    published(tmp_path / "theirs")
+    assert published_config(tmp_path / "theirs", {**SHAPE, "logit_scale": 0.25}).after_block == (1, 2, 4)

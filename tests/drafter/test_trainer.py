@@ -265,8 +265,25 @@ def test_a_damaged_best_drafter_is_named(tmp_path, file) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save_best({"a": torch.ones(2)}, {"step": 1, "acceptance_length": 1.5})
     (tmp_path / "best" / file).write_bytes(b"{")
-    with pytest.raises(TrainingError, match=r"best: unreadable .* its best drafter is lost"):
+    with pytest.raises(TrainingError, match=r"best: unreadable .* Remove this folder"):
         folder.load_best()
+
+
+@pytest.mark.parametrize("before", [4, 12])
+def test_where_the_best_drafter_was_removed_the_best_that_still_comes_is_kept(tmp_path, before) -> None:
+    def run(steps: int, best: float | None) -> None:
+        drafter, target, documents = world()
+        course = replace(COURSE, max_steps=steps, validate_every=4)
+        trainer = Trainer(
+            course, drafter, target, lambda epoch: rows_of(documents), tmp_path, validation=lambda: rows_of(documents)
+        )
+        trainer.progress.best = best
+        trainer.run()
+
+    run(before, best=99.0)  # as the checkpoint remembers it
+    assert CheckpointFolder(tmp_path).load_best() is None
+    run(12, best=None)
+    assert CheckpointFolder(tmp_path).load_best() is not None
 
 
 @pytest.mark.parametrize("name", ["best", "step-00000002"])

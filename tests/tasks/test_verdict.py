@@ -219,7 +219,7 @@ def test_the_first_good_drafter_and_a_better_one_become_champion() -> None:
             "code: 1 of 12 outputs dif",
         ),
         ({"served_acceptance_length": 1.4}, "below evaluate.min_acceptance_length"),
-        ({"served_acceptance_length": 1.6, "control_acceptance_length": 1.7}, "no better than an untrained"),
+        ({"served_acceptance_length": 1.6, "control_acceptance_length": 1.7}, "no better than before training"),
         ({"fingerprint": None}, "lineage lacks fingerprint"),
         ({"champion_not_served": "died"}, "could not be served beside it"),
         ({"versus_champion_sets": {"held-out": LEAD}}, "set code: 12 prompts are too few to compare"),
