@@ -1,11 +1,13 @@
 """What capture costs: two servers of the same model side by side, one of them capturing everything, taking turns.
 
-    python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--rounds N] [--parts PART ...]
+    python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--sittings N] [--rounds N]
+                                          [--parts PART ...]
 
-Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over rounds of prompts
+Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over batches of prompts
 that are never sent twice; by the clock, and by the processor time of the processes that run the model and write dumps,
 which also counts dumps that are written after the answer. Both servers are asked at once and run in turns of a tenth of
-a second, so that a machine that is slow for seconds, as shared ones are, is slow for both.
+a second, so that a machine that is slow for seconds, as shared ones are, is slow for both. Several sittings, each of
+two fresh servers: two processes of the very same server may differ by one or two percent for as long as they live.
 Dumps go where nobody has deleted anything lately (see `undisturbed`). Memory: a server whose disk is throttled to 2
 MB/s, its queue bounded. Disk: the writer alone against plain writing of the same bytes by as many threads, in turn;
 what either wrote is then synced, and the syncing counts. The last line is one JSON object: `prefill_ratio` and
@@ -150,8 +152,32 @@ def settle(served: Served, dumps: int) -> None:
         time.sleep(0.01)
 
 
-def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, Any]:
-    """Ratios with capture over without, of one model, with 95 % intervals from resampled rounds."""
+def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> dict[str, Any]:
+    """Ratios with capture over without, of one model, with 95 % intervals from resampled sittings and their batches."""
+    found = [sitting(model, work / str(number), load, rounds) for number in range(sittings)]
+    rng, result = random.Random(0), dict[str, Any]()
+    for name in found[0]:
+        values = [each[name] for each in found]
+        result[name] = round(statistics.median(flat(values)), 4)
+        if name.endswith("_ratio"):
+            again = sorted(statistics.median(flat(resampled(values, rng))) for _ in range(1000))
+            result[f"{name}_95"] = [round(again[25], 4), round(again[974], 4)]
+            result[f"{name}_sittings"] = [round(statistics.median(each), 4) for each in values]
+    return result
+
+
+def flat(values: Sequence[Sequence[float]]) -> list[float]:
+    """The batches of all sittings."""
+    return [value for each in values for value in each]
+
+
+def resampled(values: Sequence[Sequence[float]], rng: random.Random) -> list[list[float]]:
+    """As many sittings, drawn from these, each of as many batches, drawn from its own."""
+    return [rng.choices(each, k=len(each)) for each in rng.choices(values, k=len(values))]
+
+
+def sitting(model: Path, work: Path, load: Load, rounds: int) -> dict[str, list[float]]:
+    """Two fresh servers, and what each batch of theirs gave."""
     results: dict[str, list[float]] = {}
     with ExitStack() as stack:
         plain = stack.enter_context(capture_server(model, work / "plain", flags=FLAGS, capture=False))
@@ -171,14 +197,8 @@ def speed(model: Path, work: Path, load: Load, rounds: int) -> dict[str, Any]:
                     results.setdefault(f"{name}_ratio", []).append(wall[plain] / wall[capturing])
                     results.setdefault(f"{name}_cpu_ratio", []).append(cpu[plain] / cpu[capturing])
                     results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[plain])
-    rng = random.Random(0)
-    found: dict[str, Any] = {}
-    for name, values in results.items():
-        found[name] = round(statistics.median(values), 4)
-        if name.endswith("_ratio"):
-            again = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
-            found[f"{name}_95"] = [round(again[25], 4), round(again[974], 4)]
-    return found
+    shutil.rmtree(work)
+    return results
 
 
 def throttled_disk(model: Path, work: Path) -> dict[str, Any]:
@@ -266,9 +286,8 @@ def main() -> None:
     """Run the three parts and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", type=Path, default=DEFAULT_OUT / "SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--rounds", type=int, default=6, help="of three prefills and two decodes; twice as many if tiny"
-    )
+    parser.add_argument("--sittings", type=int, default=3, help="pairs of fresh servers; twice as many if tiny")
+    parser.add_argument("--rounds", type=int, default=3, help="of a sitting: three prefills and two decodes each")
     parser.add_argument("--models", nargs="+", default=[TINY, SMOLLM2], choices=[TINY, SMOLLM2])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     arguments = parser.parse_args()
@@ -277,13 +296,13 @@ def main() -> None:
         undisturbed(work)
         tiny = make_tiny("deepseek_v3", work / "model")
         loads = {
-            TINY: (tiny, Load(64, 16, new_tokens=128), 2 * arguments.rounds),
-            SMOLLM2: (arguments.smollm2, Load(16, 8, new_tokens=32), arguments.rounds),
+            TINY: (tiny, Load(64, 16, new_tokens=192), 2 * arguments.sittings),
+            SMOLLM2: (arguments.smollm2, Load(16, 8, new_tokens=32), arguments.sittings),
         }
         models = {}
         for name in arguments.models if "speed" in arguments.parts else ():
-            model, load, rounds = loads[name]
-            models[name] = speed(model, work / name, load, rounds)
+            model, load, sittings = loads[name]
+            models[name] = speed(model, work / name, load, sittings, arguments.rounds)
             print(json.dumps(models), flush=True)
         result: dict[str, Any] = {}
         for ratio in ("prefill_ratio", "decode_ratio") if models else ():
