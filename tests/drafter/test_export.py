@@ -191,7 +191,6 @@ def test_a_config_follows_its_target() -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, [1], 4096, {}, "longrope"),
         ({}, [1], 4096, {"latent_attention": True}, "without q_lora_rank"),
         ({}, [1], 4096, {"latent": LATENT, "rope": LINEAR_ROPE}, "takes any other scaling"),
-        ({"final_logit_softcapping": 30.0}, [1], 4096, {}, "softcapping"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(changes, blocks, vocab, overrides, says) -> None:
