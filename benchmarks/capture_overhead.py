@@ -155,7 +155,8 @@ def settle(served: Served, dumps: int) -> None:
 def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> dict[str, Any]:
     """Ratios with capture over without, of one model, with 95 % intervals from resampled sittings and their batches."""
     found = [sitting(model, work / str(number), load, rounds) for number in range(sittings)]
-    rng, result = random.Random(0), dict[str, Any]()
+    rng = random.Random(0)
+    result: dict[str, Any] = {}
     for name in found[0]:
         values = [each[name] for each in found]
         result[name] = round(statistics.median(flat(values)), 4)
@@ -197,8 +198,7 @@ def sitting(model: Path, work: Path, load: Load, rounds: int) -> dict[str, list[
                     results.setdefault(f"{name}_ratio", []).append(wall[plain] / wall[capturing])
                     results.setdefault(f"{name}_cpu_ratio", []).append(cpu[plain] / cpu[capturing])
                     results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[plain])
-    shutil.rmtree(work)
-    return results
+    return results  # the dumps stay until the end: deleting them is what `undisturbed` goes out of the way of
 
 
 def throttled_disk(model: Path, work: Path) -> dict[str, Any]:

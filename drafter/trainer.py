@@ -281,9 +281,7 @@ class Trainer:
                 "Use another checkpoint folder, or remove this one to start over.",
             )  # fmt: skip
         self.progress = Progress(**said)
-        best = (
-            self.folder.best_figures()
-        )  # it may be newer than the checkpoint, or removed since because it was damaged
+        best = self.folder.best_figures()  # newer than the checkpoint perhaps, or removed because it was damaged
         self.progress.best = best["acceptance_length"] if best else None
         self.folder.load_state(self.drafter, self.optimiser)
         torch.set_rng_state(found.training["random"])
