@@ -1,24 +1,25 @@
 """What capture costs: two servers of the same model side by side, one of them capturing everything, taking turns.
 
     python -m benchmarks.capture_overhead [--models NAME ...] [--smollm2 FOLDER] [--sittings N] [--rounds N]
-                                          [--parts PART ...]
+                                          [--parts PART ...] [--touch GIB]
 
 Three parts. Speed: prefill and decode tokens a second, with capture over without, as the median over batches of prompts
 that are never sent twice; by the clock, and by the processor time of the processes that run the model and write dumps,
 which also counts dumps that are written after the answer. Both servers are asked at once and run in turns of a tenth of
 a second, so that a machine that is slow for seconds, as shared ones are, is slow for both. Several sittings, each of
 two fresh servers: two processes of the very same server may differ by one or two percent for as long as they live.
-Dumps go where nobody has deleted anything lately (see `undisturbed`). Memory: a server whose disk is throttled to 2
-MB/s, its queue bounded. Disk: the writer alone against plain writing of the same bytes by as many threads, in turn;
-what either wrote is then synced, and the syncing counts. The last line is one JSON object: `prefill_ratio` and
-`decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside
-`disk_bytes_per_s`.
+Dumps go where nobody has deleted anything lately (see `undisturbed`), and into memory that is there (see `touched`;
+`--touch 0`: as the machine has it). Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
+writer alone against plain writing of the same bytes by as many threads, in turn; what either wrote is then synced, and
+the syncing counts. The last line is one JSON object: `prefill_ratio` and `decode_ratio` (the worse of the two models),
+`queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside `disk_bytes_per_s`.
 """
 
 import argparse
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import random
 import shutil
@@ -56,6 +57,7 @@ TINY, SMOLLM2 = "tiny-deepseek-v3", "smollm2-135m"
 PARTS = ("speed", "memory", "disk")
 # Of linux/fs.h: read and set a folder's flags; "its folders are the tops of hierarchies of their own".
 GET_FLAGS, SET_FLAGS, TOP_FOLDER = 0x80086601, 0x40086602, 0x00020000
+MIB = 1 << 20
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
@@ -146,6 +148,21 @@ def undisturbed(folder: Path) -> None:
     os.close(descriptor)
 
 
+def touched(gib: int) -> mmap.mmap:
+    """Have the host of a virtual machine give as much memory as dumps will take, for as long as the result is kept.
+
+    Such a machine may give what is free back to its host (`Free page reporting enabled` in its kernel's log). Then each
+    new page of a file, whoever writes it, is fetched from the host first: half of what a dump costs. Only whole free
+    blocks of 2 MB are given back, so one page of each MB is kept.
+    """
+    memory = mmap.mmap(-1, gib << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for _ in range(0, len(memory), MIB):
+        memory.write(bytes(MIB))
+    for start in range(0, len(memory), MIB):
+        memory.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, MIB - mmap.PAGESIZE)
+    return memory
+
+
 def settle(served: Served, dumps: int) -> None:
     """Wait until the writer has caught up, so that it takes no cycles from the next measurement."""
     while len(list(served.dump_dir.glob("*/req_*"))) < dumps:
@@ -154,7 +171,11 @@ def settle(served: Served, dumps: int) -> None:
 
 def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> dict[str, Any]:
     """Ratios with capture over without, of one model, with 95 % intervals from resampled sittings and their batches."""
-    found = [sitting(model, work / str(number), load, rounds) for number in range(sittings)]
+    found = []
+    for number in range(sittings):
+        found.append(sitting(model, work / str(number), load, rounds))
+        medians = {name: round(statistics.median(values), 4) for name, values in found[-1].items()}
+        print(json.dumps({"model": model.name, "sitting": number, **medians}), flush=True)
     rng = random.Random(0)
     result: dict[str, Any] = {}
     for name in found[0]:
@@ -290,7 +311,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of a sitting: three prefills and two decodes each")
     parser.add_argument("--models", nargs="+", default=[TINY, SMOLLM2], choices=[TINY, SMOLLM2])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
+    parser.add_argument("--touch", type=int, default=8, help="GiB of memory for dumps; 0: as the machine has it")
     arguments = parser.parse_args()
+    kept = touched(arguments.touch) if arguments.touch else b""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         undisturbed(work)
@@ -311,7 +334,8 @@ def main() -> None:
             result |= throttled_disk(tiny, work / "memory")
         if "disk" in arguments.parts:
             result |= disk(work / "disk")
-        result |= {"models": models, "load_average": round(os.getloadavg()[0], 1), "cpus": os.cpu_count()}
+        result |= {"models": models, "touched_bytes": len(kept)}
+        result |= {"load_average": round(os.getloadavg()[0], 1), "cpus": os.cpu_count()}
     print(json.dumps(result))
 
 

@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[1]
 _PROGRAM = """import sys
 sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from eyas_capture.publisher import main
-main(int(sys.argv[2]))
+main(int(sys.argv[2]), when_idle=sys.argv[3] == "when idle")
 """
 _LONGEST_ORDER = 1 << 20  # bytes: what publisher.py reads at once, and more than most sockets take
 _ANSWER = 64 << 10  # bytes of one at most: the forward pass makes room for it at every look, so not more than that
@@ -25,6 +25,7 @@ _DIED = "the publisher process died"
 _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
 _LONGEST_PAUSE = 5.0  # seconds before another process is started
+_STARVED = 5.0  # seconds without an answer from a process that has orders
 
 
 class _NoPublisher(Exception):
@@ -43,10 +44,30 @@ class _Publisher:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     orders: dict[int, _Message] = field(default_factory=dict)  # sent and not answered, by counter
+    busy_since: float = 0.0  # with the first of them
+
+    def send(self, order: _Message) -> None:
+        """Raises OSError, BlockingIOError when it has as much to do as it can remember."""
+        self.socket.send(order.message)
+        if not self.orders:
+            self.busy_since = time.monotonic()
+        self.orders[order.counter] = order
+
+    def answered(self, counter: int) -> bool:
+        """Whether it had such an order."""
+        self.busy_since = time.monotonic()
+        return self.orders.pop(counter, None) is not None
+
+    @property
+    def starved(self) -> bool:
+        return bool(self.orders) and time.monotonic() - self.busy_since > _STARVED
 
 
 class Handover:
     """Some publisher processes, started when they are first needed, and again when they have died.
+
+    They run where a core is idle, until that turns out to be too seldom; from then on they take their share. A process
+    without privileges can't leave the idle class, so others take their place.
 
     Not safe for threads: the writer's lock guards it. `memory` is the descriptor of the shared memory.
     """
@@ -61,6 +82,7 @@ class Handover:
         self._pause_ends = 0.0
         self._trouble = _DIED
         self._closed = False
+        self._when_idle = True
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
@@ -88,6 +110,10 @@ class Handover:
         """What has been done since the last look, each as publisher.py gives it."""
         for publisher in list(self._publishers):
             self._hear(publisher)
+        if self._when_idle and any(publisher.starved for publisher in self._publishers):
+            self._when_idle = False
+            for publisher in self._publishers:  # others follow, and do its orders, as after any death
+                publisher.process.kill()
         self._send()
         answers, self._answers = self._answers, []
         return answers
@@ -97,6 +123,7 @@ class Handover:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(self._memory)]
+            command.append("when idle" if self._when_idle else "always")
             process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=[self._memory])
         except BaseException:
             ours.close()
@@ -131,7 +158,7 @@ class Handover:
                 break
             answer = json.loads(message)
             self._deaths = 0
-            if publisher.orders.pop(answer["counter"], None) is not None:
+            if publisher.answered(answer["counter"]):
                 self._answers.append(answer)
         self._bury(publisher)
 
@@ -162,7 +189,7 @@ class Handover:
             order, publisher = self._unsent[0], None
             try:
                 publisher = self._idlest()
-                publisher.socket.send(order.message)
+                publisher.send(order)
             except BlockingIOError:  # it has as much to do as it can remember
                 return
             except ConnectionError:
@@ -178,7 +205,6 @@ class Handover:
                 self._fail(self._unsent.popleft(), error.strerror or str(error))
                 continue
             self._unsent.popleft()
-            publisher.orders[order.counter] = order
 
     def _idlest(self) -> _Publisher:
         busy = all(publisher.orders for publisher in self._publishers)

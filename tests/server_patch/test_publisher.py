@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas_capture import contract, publisher, writer
+from eyas_capture import contract, handover, publisher, writer
 from eyas_capture.handover import Handover, _Message
 from eyas_capture.identity import Identity, process_start_time
 from eyas_capture.states import tensors
@@ -205,7 +205,44 @@ def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
     submit(one, filled(one), None)
     until_written(one)
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in publishers(one)] == [min(19, here + publisher.NICER)]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == here
+    assert [os.sched_getscheduler(pid) for pid in publishers(one)] == [os.SCHED_IDLE]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here and os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_where_no_core_is_ever_idle_publishers_take_their_share(
+    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "_STARVED", 0.3)
+    one = made()
+    for _ in range(3):
+        submit(one, filled(one), None)
+    until_written(one)
+    (starved,) = publishers(one)
+    os.kill(starved, signal.SIGSTOP)  # as good as never having a core
+    for _ in range(20):
+        submit(one, filled(one), None)
+    until_written(one)
+    (instead,) = publishers(one)
+    assert instead != starved and not process_start_time(starved)
+    assert os.sched_getscheduler(instead) == os.SCHED_OTHER
+    assert os.getpriority(os.PRIO_PROCESS, instead) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert one.stop(10) and totals(one)["complete"] == 23
+    assert all(whole(path) for path in one.identity.folder.glob("req_*"))
+
+
+def test_a_publisher_without_orders_is_not_starved(
+    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "_STARVED", 0.3)
+    one = made()
+    submit(one, filled(one), None)
+    until_written(one)
+    before = publishers(one)
+    for _ in range(3):
+        time.sleep(0.4)
+        submit(one, filled(one), None)
+        until_written(one)
+    assert publishers(one) == before
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])
