@@ -8,6 +8,7 @@ that are never sent twice; by the clock, and by the processor time of the proces
 which also counts dumps that are written after the answer. Both servers are asked at once and run in turns of a tenth of
 a second, so that a machine that is slow for seconds, as shared ones are, is slow for both. Several sittings, each of
 two fresh servers: two processes of the very same server may differ by one or two percent for as long as they live.
+Publishers may lag behind, so what is published at the answer is counted too (as a share of the batch).
 Dumps go where nobody has deleted anything lately (see `undisturbed`), and into memory that is there (see `touched`;
 `--touch 0`: as the machine has it). Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
 writer alone against plain writing of the same bytes by as many threads, in turn; what either wrote is then synced, and
@@ -39,7 +40,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.capture_server import Served, capture_server, prompt
+from benchmarks.capture_server import Served, capture_server, is_publisher, prompt
 from eyas_capture import contract
 from eyas_capture.identity import Identity
 from eyas_capture.rows import Layout, RowCopier
@@ -48,16 +49,16 @@ from eyas_capture.writer import Writer, process_count
 from infra.demo import DEFAULT_OUT
 from tests.tiny_models import make_tiny
 
+# Seconds. Of the same pairs of batches, one whole batch after the other, ratios scattered three times as far.
+TURN = 0.1
 # An idle server must not take cycles from the one that is measured.
-TURN = (
-    0.1  # seconds; of the same pairs of batches, one whole batch after the other, ratios scattered three times as far
-)
 FLAGS = {"sleep-on-idle": True, "disable-radix-cache": True, "chunked-prefill-size": 2048}
 TINY, SMOLLM2 = "tiny-deepseek-v3", "smollm2-135m"
 PARTS = ("speed", "memory", "disk")
 # Of linux/fs.h: read and set a folder's flags; "its folders are the tops of hierarchies of their own".
 GET_FLAGS, SET_FLAGS, TOP_FOLDER = 0x80086601, 0x40086602, 0x00020000
 MIB = 1 << 20
+SETTLES_WITHIN = 120.0  # seconds
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
 THROTTLED = f"""
@@ -132,7 +133,8 @@ def _answered_at(ask: Callable[[Served], object], served: Served) -> float:
 
 def _signal(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a publisher that was replaced
+            process.send_signal(number)
 
 
 def undisturbed(folder: Path) -> None:
@@ -149,13 +151,14 @@ def undisturbed(folder: Path) -> None:
 
 
 def touched(gib: int) -> mmap.mmap:
-    """Have the host of a virtual machine give as much memory as dumps will take, for as long as the result is kept.
+    """Have the host of a virtual machine give memory for the dumps, for as long as the result is kept.
 
     Such a machine may give what is free back to its host (`Free page reporting enabled` in its kernel's log). Then each
     new page of a file, whoever writes it, is fetched from the host first: half of what a dump costs. Only whole free
     blocks of 2 MB are given back, so one page of each MB is kept.
     """
     memory = mmap.mmap(-1, gib << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # of those a part can't be freed
     for _ in range(0, len(memory), MIB):
         memory.write(bytes(MIB))
     for start in range(0, len(memory), MIB):
@@ -165,8 +168,22 @@ def touched(gib: int) -> mmap.mmap:
 
 def settle(served: Served, dumps: int) -> None:
     """Wait until the writer has caught up, so that it takes no cycles from the next measurement."""
-    while len(list(served.dump_dir.glob("*/req_*"))) < dumps:
+    ends = time.monotonic() + SETTLES_WITHIN
+    while (found := published(served)) < dumps:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"{found} of {dumps} dumps within {SETTLES_WITHIN} s: {served.writers()}")
         time.sleep(0.01)
+
+
+def published(served: Served) -> int:
+    """Dumps so far."""
+    return len(list(served.dump_dir.glob("*/req_*")))
+
+
+def in_idle_class(served: Served) -> bool:
+    """Whether the publishers still run where a core is idle."""
+    publishers = [process for process in served.workers() if is_publisher(process)]
+    return all(os.sched_getscheduler(process.pid) == os.SCHED_IDLE for process in publishers)
 
 
 def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> dict[str, Any]:
@@ -212,6 +229,7 @@ def sitting(model: Path, work: Path, load: Load, rounds: int) -> dict[str, list[
                 servers = (plain, capturing) if (number + turn) % 2 else (capturing, plain)
                 before = {served: served.worker_cpu() for served in servers}
                 wall = dict(zip(servers, measure(*servers), strict=True))
+                at_the_answer = published(capturing) - dumps
                 dumps += prompts
                 settle(capturing, dumps)
                 cpu = {served: served.worker_cpu() - before[served] for served in servers}
@@ -219,6 +237,8 @@ def sitting(model: Path, work: Path, load: Load, rounds: int) -> dict[str, list[
                     results.setdefault(f"{name}_ratio", []).append(wall[plain] / wall[capturing])
                     results.setdefault(f"{name}_cpu_ratio", []).append(cpu[plain] / cpu[capturing])
                     results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[plain])
+                    results.setdefault(f"{name}_published_at_the_answer", []).append(at_the_answer / prompts)
+        results["publishers_in_idle_class"] = [float(in_idle_class(capturing))]
     return results  # the dumps stay until the end: deleting them is what `undisturbed` goes out of the way of
 
 
@@ -313,6 +333,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     parser.add_argument("--touch", type=int, default=8, help="GiB of memory for dumps; 0: as the machine has it")
     arguments = parser.parse_args()
+    if arguments.touch << 30 > psutil.virtual_memory().available // 2:
+        parser.error(f"--touch {arguments.touch}: more than half of the memory that is available")
     kept = touched(arguments.touch) if arguments.touch else b""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

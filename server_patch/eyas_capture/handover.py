@@ -25,7 +25,8 @@ _DIED = "the publisher process died"
 _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
 _LONGEST_PAUSE = 5.0  # seconds before another process is started
-_STARVED = 5.0  # seconds without an answer from a process that has orders
+_LATE = 5.0  # seconds after which it is asked why an order is not done yet
+_WATCHED = 1.0  # seconds
 
 
 class _NoPublisher(Exception):
@@ -37,6 +38,7 @@ class _Message:
     counter: int
     message: bytes
     tries: int = 0
+    ordered: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -44,30 +46,35 @@ class _Publisher:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     orders: dict[int, _Message] = field(default_factory=dict)  # sent and not answered, by counter
-    busy_since: float = 0.0  # with the first of them
+    replaced: bool = False
+    watched: tuple[float, float] | None = None  # since when, and how long it had run by then
 
-    def send(self, order: _Message) -> None:
-        """Raises OSError, BlockingIOError when it has as much to do as it can remember."""
-        self.socket.send(order.message)
-        if not self.orders:
-            self.busy_since = time.monotonic()
-        self.orders[order.counter] = order
-
-    def answered(self, counter: int) -> bool:
-        """Whether it had such an order."""
-        self.busy_since = time.monotonic()
-        return self.orders.pop(counter, None) is not None
-
-    @property
     def starved(self) -> bool:
-        return bool(self.orders) and time.monotonic() - self.busy_since > _STARVED
+        """Whether its orders are late because it waits for a core: not for the disk, nor because a dump is long."""
+        now = time.monotonic()
+        if not self.orders or now - next(iter(self.orders.values())).ordered < _LATE:
+            self.watched = None
+            return False
+        ran, runnable = _processor_of(self.process.pid)
+        if self.watched is None:
+            self.watched = now, ran
+        since, before = self.watched
+        if now - since < _WATCHED:
+            return False
+        self.watched = None
+        return runnable and ran - before < (now - since) / 2
+
+    def replace(self) -> None:
+        """End it; what it has not done is done by others, as after any death."""
+        self.replaced = True
+        self.process.kill()
 
 
 class Handover:
     """Some publisher processes, started when they are first needed, and again when they have died.
 
-    They run where a core is idle, until that turns out to be too seldom; from then on they take their share. A process
-    without privileges can't leave the idle class, so others take their place.
+    They run where a core is idle, until that turns out to be too seldom; from then on they take their share. Without
+    CAP_SYS_NICE a process can't leave the idle class, so others take their place.
 
     Not safe for threads: the writer's lock guards it. `memory` is the descriptor of the shared memory.
     """
@@ -83,6 +90,7 @@ class Handover:
         self._trouble = _DIED
         self._closed = False
         self._when_idle = True
+        self._dying: list[subprocess.Popen[bytes]] = []
 
     def order(self, order: dict[str, Any]) -> None:
         """Have a dump written, from the next look at the `answers` on, one of which will have its counter."""
@@ -110,13 +118,17 @@ class Handover:
         """What has been done since the last look, each as publisher.py gives it."""
         for publisher in list(self._publishers):
             self._hear(publisher)
-        if self._when_idle and any(publisher.starved for publisher in self._publishers):
-            self._when_idle = False
-            for publisher in self._publishers:  # others follow, and do its orders, as after any death
-                publisher.process.kill()
         self._send()
+        self._dying = [process for process in self._dying if process.poll() is None]
         answers, self._answers = self._answers, []
         return answers
+
+    def relieve(self) -> None:
+        """Where publishers hardly ever get a core, have some that take their share. Cheap, to be called often."""
+        if self._when_idle and any([publisher.starved() for publisher in self._publishers]):
+            self._when_idle = False
+            for publisher in self._publishers:
+                publisher.replace()
 
     def start(self) -> None:
         """Start one process more. Raises OSError, and what else a broken environment makes Python raise."""
@@ -158,7 +170,7 @@ class Handover:
                 break
             answer = json.loads(message)
             self._deaths = 0
-            if publisher.answered(answer["counter"]):
+            if publisher.orders.pop(answer["counter"], None) is not None:
                 self._answers.append(answer)
         self._bury(publisher)
 
@@ -167,11 +179,11 @@ class Handover:
         self._publishers.remove(publisher)
         publisher.socket.close()
         publisher.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the disk's driver, where it will end
-            publisher.process.wait(1)
-        self._pause()
+        self._dying.append(publisher.process)  # it runs no more of its program; the system may take its time
+        if not publisher.replaced:
+            self._pause()
         for number, order in enumerate(publisher.orders.values()):
-            order.tries += number == 0  # the others were only waiting
+            order.tries += number == 0 and not publisher.replaced  # the others were only waiting
             if order.tries < _TRIES:
                 self._unsent.append(order)
             else:
@@ -189,7 +201,7 @@ class Handover:
             order, publisher = self._unsent[0], None
             try:
                 publisher = self._idlest()
-                publisher.send(order)
+                publisher.socket.send(order.message)
             except BlockingIOError:  # it has as much to do as it can remember
                 return
             except ConnectionError:
@@ -205,6 +217,7 @@ class Handover:
                 self._fail(self._unsent.popleft(), error.strerror or str(error))
                 continue
             self._unsent.popleft()
+            publisher.orders[order.counter] = order
 
     def _idlest(self) -> _Publisher:
         busy = all(publisher.orders for publisher in self._publishers)
@@ -217,3 +230,12 @@ class Handover:
         if not self._publishers:
             raise _NoPublisher(self._trouble)
         return min(self._publishers, key=lambda publisher: len(publisher.orders))
+
+
+def _processor_of(pid: int) -> tuple[float, bool]:
+    """Seconds it has run, and whether it would run now; on a kernel that does not say, as if it never could."""
+    try:
+        ran = int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+        return ran, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except (OSError, ValueError, IndexError):
+        return 0.0, True

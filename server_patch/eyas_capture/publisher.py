@@ -38,7 +38,7 @@ from eyas_capture.states import Tensor, same_tokens, tensors
 
 _ORDER = 1 << 20  # bytes of one at most; sockets take less
 NICER = 10  # than the server: on a shared core, serving comes first, and publishing still gets a tenth
-IDLE = os.SCHED_IDLE  # runs where no core has anything else to do, and leaves at once: the pass's helpers never wait
+IDLE = os.SCHED_IDLE  # runs where no core has anything else to do: the pass's helpers hardly ever wait for it
 _LOOK = 5.0  # seconds between looks whether the scheduler is still there: a process it forked may hold the socket open
 # File systems with large folios (XFS, ext4 since Linux 6.16) look for as much memory in one piece as a call writes, and
 # once memory is fragmented, looking costs five times the copy.

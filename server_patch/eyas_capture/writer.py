@@ -185,6 +185,8 @@ class Writer:
                     continue
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
+            if not self.ending:  # what a publisher has then it will still do, if late
+                self._handover.relieve()
             if gone and not os.path.exists(self.identity.folder / contract.WRITER_FILE):
                 self.publish()  # the folder comes back with the file that says whose it is
             for dump in gone:

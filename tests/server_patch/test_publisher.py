@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -209,39 +209,75 @@ def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == here and os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+@pytest.fixture
+def starved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Writer], int]]:
+    """Give a writer's publisher a core that somebody else keeps busy, and tell its process id."""
+    monkeypatch.setattr(handover, "_LATE", 0.3)
+    monkeypatch.setattr(handover, "_WATCHED", 0.3)
+    core = min(os.sched_getaffinity(0))
+    hogs = []
+
+    def starve(one: Writer) -> int:
+        submit(one, filled(one), None)
+        until_written(one)
+        (process,) = publishers(one)
+        os.sched_setaffinity(process, {core})
+        for _ in range(2):
+            hogs.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            os.sched_setaffinity(hogs[-1].pid, {core})
+        return process
+
+    yield starve
+    for hog in hogs:
+        hog.kill()
+        hog.wait()
+
+
 def test_where_no_core_is_ever_idle_publishers_take_their_share(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., Writer], starved: Callable[[Writer], int]
 ) -> None:
-    monkeypatch.setattr(handover, "_STARVED", 0.3)
     one = made()
-    for _ in range(3):
+    before = starved(one)
+    for _ in range(300):
         submit(one, filled(one), None)
-    until_written(one)
-    (starved,) = publishers(one)
-    os.kill(starved, signal.SIGSTOP)  # as good as never having a core
-    for _ in range(20):
-        submit(one, filled(one), None)
-    until_written(one)
+    until_written(one, 60)
     (instead,) = publishers(one)
-    assert instead != starved and not process_start_time(starved)
-    assert os.sched_getscheduler(instead) == os.SCHED_OTHER
+    assert instead != before and os.sched_getscheduler(instead) == os.SCHED_OTHER
     assert os.getpriority(os.PRIO_PROCESS, instead) > os.getpriority(os.PRIO_PROCESS, 0)
-    assert one.stop(10) and totals(one)["complete"] == 23
+    assert one.stop(10) and totals(one)["complete"] == 301 and not process_start_time(before)
     assert all(whole(path) for path in one.identity.folder.glob("req_*"))
 
 
-def test_a_publisher_without_orders_is_not_starved(
-    made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+def test_at_the_end_publishers_keep_their_orders(made: Callable[..., Writer], starved: Callable[[Writer], int]) -> None:
+    """One that was replaced in the last moment would not have done them, and nobody after it."""
+    one = made(queue_bytes=1 << 28)
+    before = starved(one)
+    for _ in range(100):
+        submit(one, filled(one), None)
+    assert not one.stop(1.5)
+    os.sched_setaffinity(before, os.sched_getaffinity(0))
+    of, ends = totals(one), time.monotonic() + 20
+    assert of["pending"]
+    while len(list(one.identity.folder.glob("req_*"))) < of["complete"] + of["pending"]:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_a_publisher_that_waits_for_the_disk_is_not_replaced(
+    disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "_STARVED", 0.3)
+    monkeypatch.setattr(handover, "_LATE", 0.3)
+    monkeypatch.setattr(handover, "_WATCHED", 0.3)
     one = made()
     submit(one, filled(one), None)
     until_written(one)
     before = publishers(one)
-    for _ in range(3):
-        time.sleep(0.4)
+    disk.wait()
+    for _ in range(30):
         submit(one, filled(one), None)
-        until_written(one)
+        time.sleep(0.05)
+    disk.go_on()
+    until_written(one)
     assert publishers(one) == before
 
 
