@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from drafter.product import backward_product, forward_product
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -141,14 +143,14 @@ class _SharedProduct(torch.autograd.Function):
         ctx.shared, ctx.use = shared, use
         if ctx.needs_input_grad[1]:
             shared.pending.add(use)
-        return x @ weight.T
+        return forward_product(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         shared: SharedWeight = ctx.shared
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x = backward_product(grad, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             if shared.total is None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drafter.product import backward_product
 from drafter.values import refuse_values
 
 LossKind = Literal["soft_ce", "kl", "lk"]
@@ -169,7 +170,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad = logits if rows.dtype == wide else narrow[: len(x)].copy_(logits)
                 x.mul_(scale)
                 grad_head = grad.T @ x if grad_head is None else grad_head.addmm_(grad.T, x)
-                grad_x, begin = torch.mm(grad, head, out=x).mul_(scale), 0
+                grad_x, begin = backward_product(grad, head).mul_(scale), 0
                 for piece, _ in pieces:
                     grad_rows[piece] = grad_x[begin : (begin := begin + piece.stop - piece.start)]
         ctx.save_for_backward(grad_rows, grad_head)
