@@ -181,6 +181,7 @@ class Eagle3Drafter(nn.Module):
         # a token's id, not to a slot or a step: it is made once per id and looked up at every step.
         heads = mid.self_attn.heads(dtype)
         into_embed, into_state = heads.into.split(c.hidden_size, dim=1)
+        # Of its own: see `drafter.product` about parts of wider matrices.
         shared_into, q_width = SharedWeight(into_state.contiguous()), heads.query_width
         out_proj = SharedWeight(mid.self_attn.o_proj.weight.to(dtype))
         gate_up = SharedWeight(torch.cat([mid.mlp.gate_proj.weight, mid.mlp.up_proj.weight]).to(dtype))

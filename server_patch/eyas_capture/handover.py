@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas_capture.identity import process_stat
+
 _ROOT = Path(__file__).parents[1]
 # Not from the server's working folder, where anything may lie that is called like a module.
 _PROGRAM = """import sys
@@ -26,7 +28,7 @@ _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
 _LONGEST_PAUSE = 5.0  # seconds before another process is started
 _LATE = 5.0  # seconds after which it is asked why an order is not done yet
-_WATCHED = 1.0  # seconds
+_WATCHED = 1.0  # seconds, then, to see whether its process gets a core for half of them
 
 
 class _NoPublisher(Exception):
@@ -236,6 +238,6 @@ def _processor_of(pid: int) -> tuple[float, bool]:
     """Seconds it has run, and whether it would run now; on a kernel that does not say, as if it never could."""
     try:
         ran = int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
-        return ran, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+        return ran, process_stat(pid)[0] == "R"
     except (OSError, ValueError, IndexError):
         return 0.0, True

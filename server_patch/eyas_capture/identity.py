@@ -16,11 +16,15 @@ from eyas_capture import contract
 def process_start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of `pid` (/proc/<pid>/stat, field 22); None when there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return int(process_stat(pid)[19])
     except OSError:
         return None
+
+
+def process_stat(pid: int) -> list[str]:
+    """/proc/<pid>/stat from field 3 on, which is the state. Raises OSError when there is no such process."""
     # The command name is in parentheses and may hold spaces: fields are counted from its end.
-    return int(stat.rpartition(")")[2].split()[19])
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def write_atomically(path: Path, text: str) -> None:

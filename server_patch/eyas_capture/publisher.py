@@ -1,4 +1,4 @@
-"""A process of its own that checks sums and writes files: `main(descriptor of the shared memory, ...)`.
+"""A process of its own that checks sums and writes files; `main` is its program.
 
 In the scheduler's process a second thread of Python takes the interpreter lock from the forward pass again and again,
 and each time the pass sleeps and is woken: a dump with 0.7 ms of work held it up for 2.1 ms. Here nobody waits.
@@ -38,7 +38,6 @@ from eyas_capture.states import Tensor, same_tokens, tensors
 
 _ORDER = 1 << 20  # bytes of one at most; sockets take less
 NICER = 10  # than the server: on a shared core, serving comes first, and publishing still gets a tenth
-IDLE = os.SCHED_IDLE  # runs where no core has anything else to do: the pass's helpers hardly ever wait for it
 _LOOK = 5.0  # seconds between looks whether the scheduler is still there: a process it forked may hold the socket open
 # File systems with large folios (XFS, ext4 since Linux 6.16) look for as much memory in one piece as a call writes, and
 # once memory is fragmented, looking costs five times the copy.
@@ -165,7 +164,8 @@ def answer(order: dict[str, Any], memory: int) -> dict[str, Any]:
 def main(memory: int, when_idle: bool) -> None:
     """Publish what is ordered until there is no more. Signals are for the scheduler, which then waits for its queue.
 
-    With `when_idle` only where a core has nothing else to do, as far as the system permits that.
+    With `when_idle` only where a core has nothing else to do, so that the forward pass's helpers hardly ever wait for
+    it, as far as the system permits that.
     """
     parent, socket = os.getppid(), sys.stdin.fileno()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -174,7 +174,7 @@ def main(memory: int, when_idle: bool) -> None:
         os.nice(NICER)
     if when_idle:
         with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while True:
         while not select.select([socket], [], [], _LOOK)[0]:
             if os.getppid() != parent:
