@@ -1,18 +1,19 @@
 """A disk under the publisher's process that waits, refuses or loses files when told to."""
 
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 _PATCH = """
-import os, time
+import fcntl, os
 from pathlib import Path
 from eyas_capture import publisher
 plain, where = publisher.write_all, Path({where!r})
 def write_all(descriptor, view):
-    while (where / "wait").exists():
-        time.sleep(0.005)
+    with open(where / "wait") as wait:
+        fcntl.flock(wait, fcntl.LOCK_SH)
     if (where / "refuse").exists():
         number = int((where / "refuse").read_text())
         raise OSError(number, os.strerror(number))
@@ -32,11 +33,12 @@ class SlowDisk:
         folder.mkdir()
         self._folder = folder
         (folder / "sitecustomize.py").write_text(_PATCH.format(where=str(folder)))
+        self._wait = (folder / "wait").open("w")  # a process that waits for its lock sleeps, as for a disk
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
     def wait(self) -> None:
         """Write nothing until told to go on."""
-        (self._folder / "wait").touch()
+        fcntl.flock(self._wait, fcntl.LOCK_EX)
 
     def refuse(self, number: int) -> None:
         """Raise this errno at each write until told to go on."""
@@ -48,5 +50,6 @@ class SlowDisk:
 
     def go_on(self) -> None:
         """Write as any disk does."""
-        for name in ("wait", "refuse", "delete"):
+        fcntl.flock(self._wait, fcntl.LOCK_UN)
+        for name in ("refuse", "delete"):
             (self._folder / name).unlink(missing_ok=True)

@@ -16,11 +16,21 @@ from safetensors.torch import load_file
 
 from eyas_capture import contract, handover, publisher, writer
 from eyas_capture.handover import Handover, _Message
-from eyas_capture.identity import Identity, process_start_time
+from eyas_capture.identity import Identity, process_stat
 from eyas_capture.states import tensors
 from eyas_capture.writer import Writer, _Dump, _in_words
 from tests.server_patch.slow_disk import SlowDisk
-from tests.server_patch.writers import PAGE, filled, publishers, submit, tensors_of, totals, until_written, whole
+from tests.server_patch.writers import (
+    PAGE,
+    filled,
+    publishers,
+    submit,
+    tensors_of,
+    totals,
+    until_ended,
+    until_written,
+    whole,
+)
 
 
 @pytest.mark.parametrize("kills", [1, 2])
@@ -153,7 +163,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from eyas_capture.identity import Identity
+from eyas_capture.identity import Identity, process_stat
 from eyas_capture.writer import Writer, _Dump, _in_words
 from tests.server_patch.writers import filled, submit
 one = Writer(Identity(Path({folder!r}), None, {{}}), 1 << 20, True)
@@ -169,10 +179,8 @@ def test_what_was_ordered_before_kill_9_is_published_and_the_publisher_ends(tmp_
     code = KILLED.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    ends = time.monotonic() + 20
-    while time.monotonic() < ends and any(process_start_time(int(pid)) for pid in ended.stdout.split()):
-        time.sleep(0.05)
-    assert ended.stdout.split() and not any(process_start_time(int(pid)) for pid in ended.stdout.split())
+    assert ended.stdout.split()
+    until_ended(*map(int, ended.stdout.split()))
     assert len(list(tmp_path.glob("*/req_*"))) == 20 and not list(tmp_path.glob(f"*/{contract.PARTIAL_GLOB}"))
     assert all(whole(path) for path in tmp_path.glob("*/req_*"))
 
@@ -209,54 +217,73 @@ def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == here and os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-@pytest.fixture
-def starved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Writer], int]]:
-    """Give a writer's publisher a core that somebody else keeps busy, and tell its process id."""
+def ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why an order is not done: not after seconds."""
     monkeypatch.setattr(handover, "_LATE", 0.3)
     monkeypatch.setattr(handover, "_WATCHED", 0.3)
-    core = min(os.sched_getaffinity(0))
-    hogs = []
 
-    def starve(one: Writer) -> int:
+
+class Hogs:
+    """Processes that keep a core busy."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def starve(self, one: Writer) -> int:
+        """Give a writer's publisher a core that is never idle, and tell its process id."""
         submit(one, filled(one), None)
         until_written(one)
         (process,) = publishers(one)
-        os.sched_setaffinity(process, {core})
+        core = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(process, core)
         for _ in range(2):
-            hogs.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-            os.sched_setaffinity(hogs[-1].pid, {core})
+            self._processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            os.sched_setaffinity(self._processes[-1].pid, core)
         return process
 
-    yield starve
-    for hog in hogs:
-        hog.kill()
-        hog.wait()
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def hogs() -> Iterator[Hogs]:
+    made = Hogs()
+    yield made
+    made.end()
 
 
 def test_where_no_core_is_ever_idle_publishers_take_their_share(
-    made: Callable[..., Writer], starved: Callable[[Writer], int]
+    made: Callable[..., Writer], hogs: Hogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = made()
-    before = starved(one)
+    before = hogs.starve(one)
+    ask_soon(monkeypatch)
     for _ in range(300):
         submit(one, filled(one), None)
     until_written(one, 60)
     (instead,) = publishers(one)
     assert instead != before and os.sched_getscheduler(instead) == os.SCHED_OTHER
     assert os.getpriority(os.PRIO_PROCESS, instead) > os.getpriority(os.PRIO_PROCESS, 0)
-    assert one.stop(10) and totals(one)["complete"] == 301 and not process_start_time(before)
+    until_ended(before, look=one.look)
+    assert one.stop(10) and totals(one)["complete"] == 301
     assert all(whole(path) for path in one.identity.folder.glob("req_*"))
 
 
-def test_at_the_end_publishers_keep_their_orders(made: Callable[..., Writer], starved: Callable[[Writer], int]) -> None:
+def test_at_the_end_publishers_keep_their_orders(
+    made: Callable[..., Writer], hogs: Hogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was replaced in the last moment would not have done them, and nobody after it."""
     one = made(queue_bytes=1 << 28)
-    before = starved(one)
+    before = hogs.starve(one)
     for _ in range(100):
         submit(one, filled(one), None)
+    ask_soon(monkeypatch)
     assert not one.stop(1.5)
+    hogs.end()
     os.sched_setaffinity(before, os.sched_getaffinity(0))
-    of, ends = totals(one), time.monotonic() + 20
+    of, ends = totals(one), time.monotonic() + 60
     assert of["pending"]
     while len(list(one.identity.folder.glob("req_*"))) < of["complete"] + of["pending"]:
         assert time.monotonic() < ends
@@ -266,19 +293,24 @@ def test_at_the_end_publishers_keep_their_orders(made: Callable[..., Writer], st
 def test_a_publisher_that_waits_for_the_disk_is_not_replaced(
     disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "_LATE", 0.3)
-    monkeypatch.setattr(handover, "_WATCHED", 0.3)
     one = made()
     submit(one, filled(one), None)
     until_written(one)
-    before = publishers(one)
+    (before,) = publishers(one)
     disk.wait()
+    submit(one, filled(one), None)
+    ends = time.monotonic() + 30
+    while not list(one.identity.folder.glob(contract.PARTIAL_GLOB)) or process_stat(before)[0] == "R":
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    ask_soon(monkeypatch)
     for _ in range(30):
         submit(one, filled(one), None)
         time.sleep(0.05)
+    assert publishers(one) == [before]
+    monkeypatch.undo()
     disk.go_on()
     until_written(one)
-    assert publishers(one) == before
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])

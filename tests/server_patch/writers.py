@@ -4,6 +4,7 @@ import json
 import mmap
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eyas_capture import contract
+from eyas_capture.identity import process_start_time
 from eyas_capture.rows import Layout, RowCopier
 from eyas_capture.spans import Assembly, Part
 from eyas_capture.writer import Writer
@@ -73,6 +75,15 @@ def until_written(one: Writer, timeout_s: float = 30.0) -> None:
         assert time.monotonic() < ends
         time.sleep(0.01)
         one.look()
+
+
+def until_ended(*pids: int, look: Callable[[], object] = no_tick, timeout_s: float = 30.0) -> None:
+    """Wait until no such process is left: one that was killed where no core is idle takes seconds to be gone."""
+    ends = time.monotonic() + timeout_s
+    while any(process_start_time(pid) for pid in pids):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+        look()
 
 
 def publishers(one: Writer) -> list[int]:
