@@ -8,12 +8,14 @@ that are never sent twice; by the clock, and by the processor time of the proces
 which also counts dumps that are written after the answer. Both servers are asked at once and run in turns of a tenth of
 a second, so that a machine that is slow for seconds, as shared ones are, is slow for both. Several sittings, each of
 two fresh servers: two processes of the very same server may differ by one or two percent for as long as they live.
-Publishers may lag behind, so what is published at the answer is counted too (as a share of the batch).
+Publishers may lag behind, so what is published at the answer is counted too (as a share of the batch). `publishers_...`
+are 1 when they ran in the idle class at the end of every sitting, and were the same processes throughout every batch.
 Dumps go where nobody has deleted anything lately (see `undisturbed`), and into memory that is there (see `touched`;
-`--touch 0`: as the machine has it). Memory: a server whose disk is throttled to 2 MB/s, its queue bounded. Disk: the
-writer alone against plain writing of the same bytes by as many threads, in turn; what either wrote is then synced, and
-the syncing counts. The last line is one JSON object: `prefill_ratio` and `decode_ratio` (the worse of the two models),
-`queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside `disk_bytes_per_s`.
+`--touch 0`: as the machine has it; twice as much must be available). Memory: a server whose disk is throttled to 2
+MB/s, its queue bounded. Disk: the writer alone against plain writing of the same bytes by as many threads, in turn;
+what either wrote is then synced, and the syncing counts. The last line is one JSON object: `prefill_ratio` and
+`decode_ratio` (the worse of the two models), `queue_peak_bytes` beside `queue_limit_bytes`, `writer_bytes_per_s` beside
+`disk_bytes_per_s`.
 """
 
 import argparse
@@ -58,6 +60,8 @@ PARTS = ("speed", "memory", "disk")
 # Of linux/fs.h: read and set a folder's flags; "its folders are the tops of hierarchies of their own".
 GET_FLAGS, SET_FLAGS, TOP_FOLDER = 0x80086601, 0x40086602, 0x00020000
 MIB = 1 << 20
+IDLE_CLASS, SAME_PUBLISHERS = "publishers_in_idle_class", "publishers_stayed"
+NEVER_LESS = (IDLE_CLASS, SAME_PUBLISHERS)  # 1 when it was so in every sitting, and in every batch
 SETTLES_WITHIN = 120.0  # seconds
 QUEUE_LIMIT = 4 << 20
 THROTTLE = 2_000_000  # bytes a second
@@ -73,8 +77,16 @@ publisher.write_all = throttled
 
 
 @dataclass
+class Answer:
+    """seconds: that a server has run until it answered. published: its dumps so far, right then."""
+
+    seconds: float = 0.0
+    published: int = 0
+
+
+@dataclass
 class Load:
-    """Batches of prompts nobody has seen before; each call is one message, and gives the seconds of each server.
+    """Batches of prompts nobody has seen before; each call is one message, and gives each server's answer.
 
     Prefills of several passes, so that dumps of the first are written while the next are computed, as under a load
     that goes on.
@@ -90,23 +102,23 @@ class Load:
         self.sent += prompts
         return [prompt(length, self.sent + n) for n in range(prompts)]
 
-    def prefill(self, *servers: Served) -> list[float]:
+    def prefill(self, *servers: Served) -> list[Answer]:
         """Prompts only."""
         return self._timed(servers, self._batch(self.prefills, self.tokens), 0)
 
-    def decode(self, *servers: Served) -> list[float]:
+    def decode(self, *servers: Served) -> list[Answer]:
         """New tokens, of prompts too short to matter."""
         return self._timed(servers, self._batch(self.decodes, 4), self.new_tokens)
 
-    def _timed(self, servers: Sequence[Served], batch: list[list[int]], new_tokens: int) -> list[float]:
+    def _timed(self, servers: Sequence[Served], batch: list[list[int]], new_tokens: int) -> list[Answer]:
         sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
         return in_turns(servers, lambda served: served.post({"input_ids": batch, "sampling_params": sampling}))
 
 
-def in_turns(servers: Sequence[Served], ask: Callable[[Served], object]) -> list[float]:
-    """Ask all at once, let one at a time run, and give the seconds that each has run until it answered."""
+def in_turns(servers: Sequence[Served], ask: Callable[[Served], object]) -> list[Answer]:
+    """Ask all at once, and let one at a time run until all have answered."""
     workers = {served: served.workers() for served in servers}
-    ran = dict.fromkeys(servers, 0.0)
+    answers = {served: Answer() for served in servers}
     with ThreadPoolExecutor(len(servers)) as pool:
         try:
             for served in servers:
@@ -118,12 +130,15 @@ def in_turns(servers: Sequence[Served], ask: Callable[[Served], object]) -> list
                     began = time.perf_counter()
                     wait([asked[served]], TURN)
                     _signal(workers[served], signal.SIGSTOP)
-                    stopped = time.perf_counter()
-                    ran[served] += (asked[served].result() if asked[served].done() else stopped) - began
+                    ended = time.perf_counter()
+                    if asked[served].done():
+                        ended = asked[served].result()
+                        answers[served].published = published(served)
+                    answers[served].seconds += ended - began
         finally:  # before the pool waits for answers
             for served in servers:
                 _signal(workers[served], signal.SIGCONT)
-    return [*ran.values()]
+    return [*answers.values()]
 
 
 def _answered_at(ask: Callable[[Served], object], served: Served) -> float:
@@ -158,7 +173,8 @@ def touched(gib: int) -> mmap.mmap:
     blocks of 2 MB are given back, so one page of each MB is kept.
     """
     memory = mmap.mmap(-1, gib << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # of those a part can't be freed
+    with contextlib.suppress(OSError):  # a kernel that has none
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # of those a part can't be freed
     for _ in range(0, len(memory), MIB):
         memory.write(bytes(MIB))
     for start in range(0, len(memory), MIB):
@@ -180,10 +196,14 @@ def published(served: Served) -> int:
     return len(list(served.dump_dir.glob("*/req_*")))
 
 
+def publishers(served: Served) -> list[int]:
+    """Process ids."""
+    return sorted(process.pid for process in served.workers() if is_publisher(process))
+
+
 def in_idle_class(served: Served) -> bool:
     """Whether the publishers still run where a core is idle."""
-    publishers = [process for process in served.workers() if is_publisher(process)]
-    return all(os.sched_getscheduler(process.pid) == os.SCHED_IDLE for process in publishers)
+    return all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in publishers(served))
 
 
 def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> dict[str, Any]:
@@ -197,7 +217,7 @@ def speed(model: Path, work: Path, load: Load, sittings: int, rounds: int) -> di
     result: dict[str, Any] = {}
     for name in found[0]:
         values = [each[name] for each in found]
-        result[name] = round(statistics.median(flat(values)), 4)
+        result[name] = round((min if name in NEVER_LESS else statistics.median)(flat(values)), 4)
         if name.endswith("_ratio"):
             again = sorted(statistics.median(flat(resampled(values, rng))) for _ in range(1000))
             result[f"{name}_95"] = [round(again[25], 4), round(again[974], 4)]
@@ -227,18 +247,24 @@ def sitting(model: Path, work: Path, load: Load, rounds: int) -> dict[str, list[
             decode = ("decode", load.decode, load.decodes, load.new_tokens)
             for turn, (name, measure, prompts, tokens) in enumerate((prefill, decode, prefill, decode, prefill)):
                 servers = (plain, capturing) if (number + turn) % 2 else (capturing, plain)
-                before = {served: served.worker_cpu() for served in servers}
-                wall = dict(zip(servers, measure(*servers), strict=True))
-                at_the_answer = published(capturing) - dumps
+                writing, before = publishers(capturing), {served: served.worker_cpu() for served in servers}
+                answer = dict(zip(servers, measure(*servers), strict=True))
+                at_the_answer = answer[capturing].published - dumps
                 dumps += prompts
                 settle(capturing, dumps)
                 cpu = {served: served.worker_cpu() - before[served] for served in servers}
                 if number:  # the first round warms up
-                    results.setdefault(f"{name}_ratio", []).append(wall[plain] / wall[capturing])
-                    results.setdefault(f"{name}_cpu_ratio", []).append(cpu[plain] / cpu[capturing])
-                    results.setdefault(f"{name}_tokens_per_s", []).append(prompts * tokens / wall[plain])
-                    results.setdefault(f"{name}_published_at_the_answer", []).append(at_the_answer / prompts)
-        results["publishers_in_idle_class"] = [float(in_idle_class(capturing))]
+                    of = {
+                        "ratio": answer[plain].seconds / answer[capturing].seconds,
+                        "cpu_ratio": cpu[plain] / cpu[capturing],
+                        "tokens_per_s": prompts * tokens / answer[plain].seconds,
+                        "published_at_the_answer": at_the_answer / prompts,
+                    }
+                    for what, value in of.items():
+                        results.setdefault(f"{name}_{what}", []).append(value)
+                    # Others run in the plain server's turns too, and the time of those that ended is gone.
+                    results.setdefault(SAME_PUBLISHERS, []).append(float(publishers(capturing) == writing))
+        results[IDLE_CLASS] = [float(in_idle_class(capturing))]
     return results  # the dumps stay until the end: deleting them is what `undisturbed` goes out of the way of
 
 

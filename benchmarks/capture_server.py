@@ -111,8 +111,11 @@ class Served:
 
 
 def is_publisher(process: psutil.Process) -> bool:
-    """Whether this process writes a server's dumps."""
-    return "eyas_capture.publisher" in " ".join(process.cmdline())
+    """Whether this process writes a server's dumps; one that has ended does not."""
+    try:
+        return "eyas_capture.publisher" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

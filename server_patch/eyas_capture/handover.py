@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import socket
 import subprocess
@@ -28,7 +29,8 @@ _TRIES = 3  # at an order whose process dies
 _MOST_DEATHS = 5  # without an answer between them: then orders fail at once until another process may be started
 _LONGEST_PAUSE = 5.0  # seconds before another process is started
 _LATE = 5.0  # seconds after which it is asked why an order is not done yet
-_WATCHED = 1.0  # seconds, then, to see whether its process gets a core for half of them
+_WATCHED = 1.0  # seconds, then, to see whether its process waits for a core for half of them
+RELIEF = 2 * (_LATE + _WATCHED)  # seconds that are left when relief is still worth it
 
 
 class _NoPublisher(Exception):
@@ -43,28 +45,47 @@ class _Message:
     ordered: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True)
+class _Processor:
+    """Seconds a process has run and has waited for a core, and whether it runs or waits for one now."""
+
+    ran: float
+    waited: float
+    wants: bool
+
+    @classmethod
+    def of(cls, pid: int) -> "_Processor | None":
+        """None where the kernel does not say."""
+        try:
+            ran, waited, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+            return cls(ran / 1e9, waited / 1e9, process_stat(pid)[0] == "R") if ran else None
+        except (OSError, ValueError, IndexError):
+            return None
+
+
 @dataclass
 class _Publisher:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     orders: dict[int, _Message] = field(default_factory=dict)  # sent and not answered, by counter
     replaced: bool = False
-    watched: tuple[float, float] | None = None  # since when, and how long it had run by then
+    watched: tuple[float, _Processor] | None = None  # since when, and what it had had by then
 
     def starved(self) -> bool:
         """Whether its orders are late because it waits for a core: not for the disk, nor because a dump is long."""
         now = time.monotonic()
-        if not self.orders or now - next(iter(self.orders.values())).ordered < _LATE:
-            self.watched = None
+        had = None
+        if self.orders and now - next(iter(self.orders.values())).ordered >= _LATE:
+            had = _Processor.of(self.process.pid)
+        if had is None or self.watched is None:
+            self.watched = None if had is None else (now, had)
             return False
-        ran, runnable = _processor_of(self.process.pid)
-        if self.watched is None:
-            self.watched = now, ran
         since, before = self.watched
         if now - since < _WATCHED:
             return False
         self.watched = None
-        return runnable and ran - before < (now - since) / 2
+        # The kernel adds a wait up when it ends; one that goes on is seen by what it kept the process from.
+        return had.waited - before.waited > (now - since) / 2 or (had.wants and before.wants and had.ran == before.ran)
 
     def replace(self) -> None:
         """End it; what it has not done is done by others, as after any death."""
@@ -76,7 +97,8 @@ class Handover:
     """Some publisher processes, started when they are first needed, and again when they have died.
 
     They run where a core is idle, until that turns out to be too seldom; from then on they take their share. Without
-    CAP_SYS_NICE a process can't leave the idle class, so others take their place.
+    CAP_SYS_NICE a process can't leave the idle class, so others take their place. On a kernel that would not say how
+    seldom, they take their share from the start.
 
     Not safe for threads: the writer's lock guards it. `memory` is the descriptor of the shared memory.
     """
@@ -91,7 +113,7 @@ class Handover:
         self._pause_ends = 0.0
         self._trouble = _DIED
         self._closed = False
-        self._when_idle = True
+        self._when_idle = _Processor.of(os.getpid()) is not None
         self._dying: list[subprocess.Popen[bytes]] = []
 
     def order(self, order: dict[str, Any]) -> None:
@@ -102,10 +124,14 @@ class Handover:
         else:
             self._unsent.append(_Message(order["counter"], message))
 
-    def take_unsent(self) -> list[int]:
-        """Give up the orders that no process has been sent: their counters."""
+    def take_undone(self) -> list[int]:
+        """Give up the orders that no process has been sent that will do them: their counters."""
         counters = [order.counter for order in self._unsent]
         self._unsent.clear()
+        for publisher in self._publishers:
+            if publisher.replaced:
+                counters += publisher.orders
+                publisher.orders.clear()
         return counters
 
     def wait(self, timeout_s: float) -> None:
@@ -125,12 +151,15 @@ class Handover:
         answers, self._answers = self._answers, []
         return answers
 
-    def relieve(self) -> None:
-        """Where publishers hardly ever get a core, have some that take their share. Cheap, to be called often."""
-        if self._when_idle and any([publisher.starved() for publisher in self._publishers]):
-            self._when_idle = False
-            for publisher in self._publishers:
-                publisher.replace()
+    def relieve(self) -> bool:
+        """Where publishers hardly ever get a core, have some that take their share: whether that was so. Cheap, to be
+        called often."""
+        if not (self._when_idle and any([publisher.starved() for publisher in self._publishers])):
+            return False
+        self._when_idle = False
+        for publisher in self._publishers:
+            publisher.replace()
+        return True
 
     def start(self) -> None:
         """Start one process more. Raises OSError, and what else a broken environment makes Python raise."""
@@ -156,8 +185,8 @@ class Handover:
                 publisher.socket.shutdown(socket.SHUT_WR)
         ends = time.monotonic() + timeout_s
         for publisher in publishers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                publisher.process.wait(max(0.0, ends - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that was replaced has nothing more to do
+                publisher.process.wait(0 if publisher.replaced else max(0.0, ends - time.monotonic()))
             publisher.socket.close()
 
     def _hear(self, publisher: _Publisher) -> None:
@@ -222,22 +251,18 @@ class Handover:
             publisher.orders[order.counter] = order
 
     def _idlest(self) -> _Publisher:
-        busy = all(publisher.orders for publisher in self._publishers)
-        if busy and len(self._publishers) < self._most and time.monotonic() >= self._pause_ends and not self._closed:
+        busy = all(publisher.orders for publisher in self._in_service)
+        if busy and len(self._in_service) < self._most and time.monotonic() >= self._pause_ends and not self._closed:
             try:
                 self.start()
             except Exception as error:  # no processes, descriptors or memory to be had, or no Python
                 self._pause()
                 self._trouble = f"cannot start the publisher process: {error}"
-        if not self._publishers:
+        if not self._in_service:
             raise _NoPublisher(self._trouble)
-        return min(self._publishers, key=lambda publisher: len(publisher.orders))
+        return min(self._in_service, key=lambda publisher: len(publisher.orders))
 
-
-def _processor_of(pid: int) -> tuple[float, bool]:
-    """Seconds it has run, and whether it would run now; on a kernel that does not say, as if it never could."""
-    try:
-        ran = int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
-        return ran, process_stat(pid)[0] == "R"
-    except (OSError, ValueError, IndexError):
-        return 0.0, True
+    @property
+    def _in_service(self) -> list[_Publisher]:
+        # One that was replaced where no core is idle takes seconds to be gone.
+        return [publisher for publisher in self._publishers if not publisher.replaced]

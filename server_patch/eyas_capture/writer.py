@@ -6,6 +6,7 @@ takes part: each time one wakes up, it takes Python's interpreter lock from the 
 
 import json
 import logging
+import math
 import os
 import resource
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from eyas_capture import contract
-from eyas_capture.handover import Handover
+from eyas_capture.handover import RELIEF, Handover
 from eyas_capture.identity import Identity
 from eyas_capture.memory import SharedMemory
 from eyas_capture.rows import RowCopier
@@ -79,6 +80,7 @@ class Writer:
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
         self._drained = False
+        self._relief_ends = math.inf  # what a publisher has in the last moments it will still do, if late
         self._looked = False  # since the last tick
         self._stuck = False  # waiting for room took too long, and no dump has been written since
         self._told: dict[str, float] = {}
@@ -185,8 +187,8 @@ class Writer:
                     continue
                 self._order(self._copied.popleft())
             gone = [dump for answer in self._handover.answers() if (dump := self._answered(answer))]
-            if not self.ending:  # what a publisher has then it will still do, if late
-                self._handover.relieve()
+            if time.monotonic() < self._relief_ends and self._handover.relieve():
+                self.tell("relief", "publishers hardly ever got a core: they now take a share of the server's")
             if gone and not os.path.exists(self.identity.folder / contract.WRITER_FILE):
                 self.publish()  # the folder comes back with the file that says whose it is
             for dump in gone:
@@ -240,13 +242,14 @@ class Writer:
     def stop(self, deadline_s: float) -> bool:
         """Write what is queued and publish the last writer.json; False when the time was not enough.
 
-        Then what no publisher has been sent is lost; what one has may still appear, and stays pending.
+        Then what no publisher has that goes on is lost; what one has may still appear, and stays pending.
         """
         self.ending = True
         with self._stopping:
             if self._stopped.is_set():
                 return self._drained
             ends = time.monotonic() + deadline_s
+            self._relief_ends = ends - RELIEF
             self.look()
             while self._waiting and time.monotonic() < ends:
                 self._handover.wait(_TICK)
@@ -255,8 +258,8 @@ class Writer:
             with self._lock:
                 self._abandon([*self._copied], contract.SERVER_STOPPED)
                 self._copied.clear()
-                unsent = [self._ordered.pop(counter) for counter in self._handover.take_unsent()]
-                self._abandon(unsent, contract.SERVER_STOPPED)
+                undone = [self._ordered.pop(counter) for counter in self._handover.take_undone()]
+                self._abandon(undone, contract.SERVER_STOPPED)
             if self.state == contract.CAPTURING:
                 self.state = contract.STOPPED
             self.publish()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from eyas_capture import writer
 from eyas_capture.identity import Identity
 from eyas_capture.writer import Writer
 from tests.server_patch.bench import Bench
@@ -13,8 +14,9 @@ from tests.server_patch.writers import H, no_tick
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
-    """Writers that are stopped in the end."""
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Writer]]:
+    """Writers with one publisher on any machine, that are stopped in the end."""
+    monkeypatch.setattr(writer, "process_count", lambda: 1)
     writers = []
 
     def make(queue_bytes: int = 1 << 20, wait: bool = True) -> Writer:

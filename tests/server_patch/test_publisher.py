@@ -7,16 +7,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas_capture import contract, handover, publisher, writer
+from eyas_capture import contract, publisher, writer
 from eyas_capture.handover import Handover, _Message
-from eyas_capture.identity import Identity, process_stat
+from eyas_capture.identity import Identity
 from eyas_capture.states import tensors
 from eyas_capture.writer import Writer, _Dump, _in_words
 from tests.server_patch.slow_disk import SlowDisk
@@ -205,112 +205,6 @@ def test_the_publisher_takes_nothing_from_the_servers_working_folder(
     one = made()
     submit(one, filled(one), None)
     assert one.stop(20) and totals(one)["complete"] == 1
-
-
-def test_only_the_publisher_gives_way(made: Callable[..., Writer]) -> None:
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    one = made()
-    submit(one, filled(one), None)
-    until_written(one)
-    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in publishers(one)] == [min(19, here + publisher.NICER)]
-    assert [os.sched_getscheduler(pid) for pid in publishers(one)] == [os.SCHED_IDLE]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == here and os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
-def ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why an order is not done: not after seconds."""
-    monkeypatch.setattr(handover, "_LATE", 0.3)
-    monkeypatch.setattr(handover, "_WATCHED", 0.3)
-
-
-class Hogs:
-    """Processes that keep a core busy."""
-
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def starve(self, one: Writer) -> int:
-        """Give a writer's publisher a core that is never idle, and tell its process id."""
-        submit(one, filled(one), None)
-        until_written(one)
-        (process,) = publishers(one)
-        core = {min(os.sched_getaffinity(0))}
-        os.sched_setaffinity(process, core)
-        for _ in range(2):
-            self._processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-            os.sched_setaffinity(self._processes[-1].pid, core)
-        return process
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def hogs() -> Iterator[Hogs]:
-    made = Hogs()
-    yield made
-    made.end()
-
-
-def test_where_no_core_is_ever_idle_publishers_take_their_share(
-    made: Callable[..., Writer], hogs: Hogs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = made()
-    before = hogs.starve(one)
-    ask_soon(monkeypatch)
-    for _ in range(300):
-        submit(one, filled(one), None)
-    until_written(one, 60)
-    (instead,) = publishers(one)
-    assert instead != before and os.sched_getscheduler(instead) == os.SCHED_OTHER
-    assert os.getpriority(os.PRIO_PROCESS, instead) > os.getpriority(os.PRIO_PROCESS, 0)
-    until_ended(before, look=one.look)
-    assert one.stop(10) and totals(one)["complete"] == 301
-    assert all(whole(path) for path in one.identity.folder.glob("req_*"))
-
-
-def test_at_the_end_publishers_keep_their_orders(
-    made: Callable[..., Writer], hogs: Hogs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was replaced in the last moment would not have done them, and nobody after it."""
-    one = made(queue_bytes=1 << 28)
-    before = hogs.starve(one)
-    for _ in range(100):
-        submit(one, filled(one), None)
-    ask_soon(monkeypatch)
-    assert not one.stop(1.5)
-    hogs.end()
-    os.sched_setaffinity(before, os.sched_getaffinity(0))
-    of, ends = totals(one), time.monotonic() + 60
-    assert of["pending"]
-    while len(list(one.identity.folder.glob("req_*"))) < of["complete"] + of["pending"]:
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
-def test_a_publisher_that_waits_for_the_disk_is_not_replaced(
-    disk: SlowDisk, made: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = made()
-    submit(one, filled(one), None)
-    until_written(one)
-    (before,) = publishers(one)
-    disk.wait()
-    submit(one, filled(one), None)
-    ends = time.monotonic() + 30
-    while not list(one.identity.folder.glob(contract.PARTIAL_GLOB)) or process_stat(before)[0] == "R":
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-    ask_soon(monkeypatch)
-    for _ in range(30):
-        submit(one, filled(one), None)
-        time.sleep(0.05)
-    assert publishers(one) == [before]
-    monkeypatch.undo()
-    disk.go_on()
-    until_written(one)
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (128, 4)])

@@ -77,6 +77,15 @@ def until_written(one: Writer, timeout_s: float = 30.0) -> None:
         one.look()
 
 
+def until_partial(one: Writer) -> None:
+    """Wait until a publisher has begun a dump."""
+    ends = time.monotonic() + 30
+    while not list(one.identity.folder.glob(contract.PARTIAL_GLOB)):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+        one.look()
+
+
 def until_ended(*pids: int, look: Callable[[], object] = no_tick, timeout_s: float = 30.0) -> None:
     """Wait until no such process is left: one that was killed where no core is idle takes seconds to be gone."""
     ends = time.monotonic() + timeout_s
